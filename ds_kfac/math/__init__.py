@@ -1,0 +1,1 @@
+"""Tensor routines of K-FAC: no processes, no configuration, no hooks, only torch."""
