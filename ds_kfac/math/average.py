@@ -1,7 +1,7 @@
 """A running average whose weight travels with its value.
 
-The idea is kfac-jax's ``WeightedMovingAverage``: with the weight beside the sum, bias correction, uneven
-batches, empty batches and merging of ranks are one formula instead of special cases.
+The idea is kfac-jax's ``WeightedMovingAverage``: with the weight beside the sum, bias correction,
+uneven batches, empty batches and merging of ranks are one formula instead of special cases.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class WeightedAverage:
         """Adds a batch.
 
         Args:
-            total: ``[n, n]``, weight times mean of the batch (the plain sum, when rows have weight 1).
+            total: ``[n, n]``, weight times mean of the batch (the plain sum, when rows have weight
+                1).
             weight: number or 0-d tensor; 0 with a zero ``total`` changes nothing.
         """
         self.total.add_(total)

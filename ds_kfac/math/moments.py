@@ -1,7 +1,7 @@
 """Sums of outer products, accumulated in place: the raw material of a Kronecker factor.
 
-Rows are cast to the accumulator's dtype once and the products are formed in that dtype: bf16 or fp16
-products overflow or lose positive semi-definiteness long before the inputs do.
+Rows are cast to the accumulator's dtype once and the products are formed in that dtype: bf16 or
+fp16 products overflow or lose positive semi-definiteness long before the inputs do.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _SYRK_ROWS = 256
 def add_outer_(total: Tensor, rows: Tensor, *, alpha: float | Tensor = 1.0) -> None:
     """Adds ``alpha * rows^T rows`` to ``total`` in place.
 
-    For ``n >= SYRK_MIN_SIZE`` only block rows of the upper triangle are computed (0.57-0.67 of the time
-    of the full product): **everything below the diagonal blocks is then left as it was**. Callers that
-    need the full matrix pass through :func:`ds_kfac.math.packing.pack_upper` and ``unpack_upper``.
+    For ``n >= SYRK_MIN_SIZE`` only block rows of the upper triangle are computed (0.57-0.67 of the
+    time of the full product): **everything below the diagonal blocks is then left as it was**.
+    Callers that need the full matrix pass through :func:`ds_kfac.math.packing.pack_upper` and
+    ``unpack_upper``.
 
     Args:
         total: ``[n, n]``, fp32 or fp64.
@@ -61,16 +62,16 @@ def add_outer_blocks_(
     """Adds the diagonal blocks of ``alpha * rows^T rows`` to ``totals`` in place.
 
     With ``bias`` the rows are treated as if each ended in a constant 1. That column is never
-    materialised (a concatenation copies all rows and misaligns the product): its entries are the column
-    sums and the row count. Only its products with the last block are kept.
+    materialised (a concatenation copies all rows and misaligns the product): its entries are the
+    column sums and the row count. Only its products with the last block are kept.
 
     Args:
-        totals: one ``[k, k]`` fp32 or fp64 matrix per block. Each is valid as :func:`add_outer_` leaves
-            it; the row and column of the constant 1 are always both complete.
+        totals: one ``[k, k]`` fp32 or fp64 matrix per block. Each is valid as :func:`add_outer_`
+            leaves it; the row and column of the constant 1 are always both complete.
         rows: ``[T, d]``, any float dtype and strides; ``T`` may be 0.
-        bounds: consecutive ``(start, stop)`` column ranges from 0 to ``d``. With ``bias`` the last one
-            may also end at ``d + 1``, counting the constant; its total has the constant's row and
-            column in both cases.
+        bounds: consecutive ``(start, stop)`` column ranges from 0 to ``d``. With ``bias`` the last
+            one may also end at ``d + 1``, counting the constant; its total has the constant's row
+            and column in both cases.
         bias: whether the last block carries the constant 1 as its last row and column.
         alpha: scale of everything added; a 0-d tensor is applied without a host synchronisation.
 

@@ -1,9 +1,9 @@
 """Exact upper triangles of symmetric matrices as flat vectors, for buckets and checkpoints.
 
-The packed order follows a binary tree over leaves of 64 rows instead of running row by row.
-All leaves of one matrix, and all off-diagonal panels of one level of the tree, have the same shape and
-lie at equal distances along the diagonal, so each group is *one* strided copy: packing a 4096 matrix
-takes a dozen kernels and never builds an index larger than one leaf.
+The packed order follows a binary tree over leaves of 64 rows instead of running row by row. All
+leaves of one matrix, and all off-diagonal panels of one level of the tree, have the same shape and
+lie at equal distances along the diagonal, so each group is *one* strided copy: packing a 4096
+matrix takes a dozen kernels and never builds an index larger than one leaf.
 
 Order of the packed vector for a matrix of size ``n``:
 
@@ -18,7 +18,7 @@ The order depends on ``n`` alone, so ranks and checkpoints agree on it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -28,9 +28,9 @@ _LEAF = 64
 
 
 class _Group(NamedTuple):
-    """``count`` equal submatrices, the first at (row, col), each ``step`` further down the diagonal."""
+    """Equal submatrices: the first at (row, col), each ``step`` further down the diagonal."""
 
-    count: int
+    blocks: int
     row: int
     col: int
     height: int
@@ -64,14 +64,14 @@ def pack_upper(matrix: Tensor, out: Tensor) -> Tensor:
     position = 0
     for leaf in _leaves(matrix.shape[0]):
         size = leaf.height
-        span = leaf.count * packed_numel(size)
-        blocks = _view(matrix, leaf).reshape(leaf.count, size * size)
-        target = out[position : position + span].view(leaf.count, packed_numel(size))
+        span = leaf.blocks * packed_numel(size)
+        blocks = _view(matrix, leaf).reshape(leaf.blocks, size * size)
+        target = out[position : position + span].view(leaf.blocks, packed_numel(size))
         target.copy_(blocks.index_select(1, _triangle(size, matrix.device)))
         position += span
     for panel in _panels(matrix.shape[0]):
-        span = panel.count * panel.height * panel.width
-        target = out[position : position + span].view(panel.count, panel.height, panel.width)
+        span = panel.blocks * panel.height * panel.width
+        target = out[position : position + span].view(panel.blocks, panel.height, panel.width)
         target.copy_(_view(matrix, panel))
         position += span
     return out
@@ -96,14 +96,14 @@ def unpack_upper(packed: Tensor, out: Tensor) -> Tensor:
     position = 0
     for leaf in _leaves(out.shape[0]):
         size = leaf.height
-        span = leaf.count * packed_numel(size)
-        source = packed[position : position + span].view(leaf.count, packed_numel(size))
+        span = leaf.blocks * packed_numel(size)
+        source = packed[position : position + span].view(leaf.blocks, packed_numel(size))
         square = source.index_select(1, _square(size, packed.device))
-        _view(out, leaf).copy_(square.view(leaf.count, size, size))
+        _view(out, leaf).copy_(square.view(leaf.blocks, size, size))
         position += span
     for panel in _panels(out.shape[0]):
-        span = panel.count * panel.height * panel.width
-        source = packed[position : position + span].view(panel.count, panel.height, panel.width)
+        span = panel.blocks * panel.height * panel.width
+        source = packed[position : position + span].view(panel.blocks, panel.height, panel.width)
         _view(out, panel).copy_(source)
         _mirror(source, _view(out.t(), panel).mT)
         position += span
@@ -131,17 +131,17 @@ def _panels(n: int) -> Iterator[_Group]:
 
 
 def _view(matrix: Tensor, group: _Group) -> Tensor:
-    """Returns the ``[count, height, width]`` view of a group of submatrices."""
+    """Returns the ``[blocks, height, width]`` view of a group of submatrices."""
     down, right = matrix.stride()
     return matrix.as_strided(
-        (group.count, group.height, group.width),
+        (group.blocks, group.height, group.width),
         (group.step * (down + right), down, right),
         matrix.storage_offset() + group.row * down + group.col * right,
     )
 
 
 def _mirror(panels: Tensor, target: Tensor) -> None:
-    """Copies every ``[height, width]`` panel, transposed, into ``target`` ``[count, width, height]``."""
+    """Copies ``[blocks, height, width]`` transposed into ``[blocks, width, height]``."""
     if panels.device.type != "cpu":
         target.copy_(panels.mT)
         return
@@ -150,14 +150,14 @@ def _mirror(panels: Tensor, target: Tensor) -> None:
         place.copy_(panel.t().contiguous())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _triangle(size: int, device: torch.device) -> Tensor:
     """Positions of the upper triangle in a flattened ``size x size`` leaf."""
     rows, cols = torch.triu_indices(size, size, device=device).unbind()
     return rows * size + cols
 
 
-@lru_cache(maxsize=None)
+@cache
 def _square(size: int, device: torch.device) -> Tensor:
     """For every element of a flattened symmetric leaf, its position in the packed triangle."""
     rows, cols = torch.triu_indices(size, size, device=device).unbind()

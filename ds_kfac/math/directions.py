@@ -1,0 +1,270 @@
+"""What replaces the gradient of one layer, given its bases: the formulas of every direction.
+
+All matrices are in the matrix view ``[d_out, d_in (+ 1)]``. Every function works in the dtype of
+its matrices (fp32 or fp64), takes scalars as numbers or 0-d tensors, and never reads a value back
+to the host. Zero norms and zero denominators give zeros; NaN and Inf are passed on, never hidden.
+
+Sources: Martens & Grosse 2015 (arXiv 1503.05671) for the Kronecker-factored direction; George et
+    al. 2018
+(arXiv 1806.03884) for EKFAC; Vyas et al. 2024 (arXiv 2409.11321) for Adam in an eigenbasis; Jordan
+et al. 2024 (Muon) for the Newton-Schulz coefficients; Ba, Grosse & Martens 2017 for the KL clip;
+Agarwal et al. 2020 (arXiv 2002.11803) for grafting.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+Scalar = float | Tensor
+
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+_NEWTON_SCHULZ_EPS = 1e-7
+_RMS = 0.2
+
+
+def nesterov_blend(buffer: Tensor, g: Tensor, beta: Scalar) -> Tensor:
+    """Returns ``beta * buffer + (1 - beta) * g`` for the already updated momentum ``buffer``."""
+    return beta * buffer + (1.0 - beta) * g
+
+
+def debias(average: Tensor, beta: Scalar, t: int | Tensor) -> Tensor:
+    """Returns ``average / (1 - beta**t)``, the bias-corrected average after ``t >= 1`` updates."""
+    return average / _bias_correction(beta, t)
+
+
+def natural_eigen(
+    m: Tensor, qg: Tensor, dg: Tensor, qa: Tensor, da: Tensor, lam: Scalar
+) -> Tensor:
+    """Natural direction in the eigenbasis, ``Qg [(Qg^T m Qa) / (dg da^T + lam)] Qa^T``.
+
+    Args:
+        m: ``[o, i]``, gradient or momentum.
+        qg: ``[o, o]``, eigenvectors of G in columns.
+        dg: ``[o]``, eigenvalues of G, not negative.
+        qa: ``[i, i]``, eigenvectors of A in columns.
+        da: ``[i]``, eigenvalues of A, not negative.
+        lam: damping added to every eigenvalue product.
+
+    Returns:
+        ``[o, i]``.
+    """
+    return _from_basis(_divide(_to_basis(m, qg, qa), torch.outer(dg, da) + lam), qg, qa)
+
+
+def natural_inverse(m: Tensor, ig: Tensor, ia: Tensor) -> Tensor:
+    """Natural direction from damped inverses, ``Ig m Ia``: ``[o, o] [o, i] [i, i] -> [o, i]``."""
+    return ig @ m @ ia
+
+
+def second_moment_rotated_update(
+    s: Tensor, g: Tensor, qg: Tensor, qa: Tensor, beta2: Scalar
+) -> Tensor:
+    """Returns ``beta2 * s + (1 - beta2) * (Qg^T g Qa)^2`` as a new tensor; ``s`` is unchanged."""
+    return beta2 * s + (1.0 - beta2) * _to_basis(g, qg, qa).square()
+
+
+def ekfac(
+    m: Tensor,
+    s: Tensor,
+    t: int | Tensor,
+    qg: Tensor,
+    qa: Tensor,
+    *,
+    beta2: Scalar,
+    damping: Scalar,
+    absolute: bool = False,
+) -> Tensor:
+    """EKFAC direction, ``Qg [(Qg^T m Qa) / (s_hat + lam)] Qa^T``.
+
+    Args:
+        m: ``[o, i]``, gradient or momentum.
+        s: ``[o, i]``, running second moment of the rotated gradient, this step included.
+        t: number of updates ``s`` has seen, at least 1.
+        qg: ``[o, o]``, eigenvectors of G in columns.
+        qa: ``[i, i]``, eigenvectors of A in columns.
+        beta2: decay of ``s``.
+        damping: ``lam = damping * mean(s_hat)``, or ``lam = damping`` when ``absolute``.
+        absolute: see ``damping``.
+
+    Returns:
+        ``[o, i]``.
+    """
+    s_hat = debias(s, beta2, t)
+    lam = damping if absolute else damping * s_hat.mean()
+    return _from_basis(_divide(_to_basis(m, qg, qa), s_hat + lam), qg, qa)
+
+
+def eigen_adam(
+    m: Tensor,
+    v: Tensor,
+    t: int | Tensor,
+    qg: Tensor,
+    qa: Tensor,
+    *,
+    beta2: Scalar,
+    eps: Scalar = 1e-8,
+) -> Tensor:
+    """Adam in the eigenbasis, ``Qg [(Qg^T m Qa) / (sqrt(v_hat) + eps)] Qa^T``.
+
+    Args:
+        m: ``[o, i]``, momentum, already bias-corrected (see :func:`debias`).
+        v: ``[o, i]``, running second moment of the rotated gradient, this step included.
+        t: number of updates ``v`` has seen, at least 1.
+        qg: ``[o, o]``, eigenvectors of G in columns.
+        qa: ``[i, i]``, eigenvectors of A in columns.
+        beta2: decay of ``v``.
+        eps: added to the root.
+
+    Returns:
+        ``[o, i]``.
+    """
+    root = debias(v, beta2, t).sqrt()
+    return _from_basis(_divide(_to_basis(m, qg, qa), root + eps), qg, qa)
+
+
+def move_second_moment(s: Tensor, rg: Tensor, ra: Tensor) -> Tensor:
+    """Carries a diagonal second moment to a new basis, ``(Rg o Rg) s (Ra o Ra)^T``.
+
+    Args:
+        s: ``[o, i]``, in the old basis.
+        rg: ``[o, o]``, ``Qg_new^T Qg_old``.
+        ra: ``[i, i]``, ``Qa_new^T Qa_old``.
+
+    Returns:
+        ``[o, i]``: the diagonal, in the new basis, of the covariance that is diagonal with entries
+        ``s`` in the old one. Its sum is that of ``s``.
+    """
+    moved: Tensor = rg.square() @ s @ ra.square().mT
+    return moved
+
+
+def newton_schulz(u: Tensor, steps: int = 5) -> Tensor:
+    """Pushes the singular values of a matrix towards 1 (roughly 0.7 to 1.2 after 5 steps).
+
+    Args:
+        u: ``[..., r, c]``; every matrix of a batch is treated on its own.
+        steps: number of quintic iterations.
+
+    Returns:
+        ``[..., r, c]``, close to the orthogonal polar factor; zeros for a zero matrix.
+    """
+    a, b, c = _NEWTON_SCHULZ
+    tall = u.shape[-2] > u.shape[-1]
+    norm = torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+    x = u / (norm + _NEWTON_SCHULZ_EPS).to(u.dtype)
+    x = x.mT if tall else x
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    result: Tensor = x.mT if tall else x
+    return result
+
+
+def orthogonalise(u: Tensor, parts: int = 1) -> Tensor:
+    """Orthogonalises each fused part on its own and gives it the RMS of an Adam update.
+
+    Args:
+        u: ``[o, i]``.
+        parts: number of equal row ranges that are separate matrices (3 for fused q, k, v).
+
+    Returns:
+        ``[o, i]``; each ``[r, i]`` part becomes ``newton_schulz(part) * 0.2 * sqrt(max(r, i))``.
+
+    Raises:
+        ValueError: if the rows do not split into ``parts`` equal ranges.
+    """
+    rows, cols = u.shape
+    if parts < 1 or rows % parts:
+        raise ValueError(f"{rows} rows do not split into {parts} equal parts")
+    stacked = newton_schulz(u.reshape(parts, rows // parts, cols))
+    return (stacked * (_RMS * math.sqrt(max(rows // parts, cols)))).reshape(rows, cols)
+
+
+def graft_rms(d: Tensor) -> Tensor:
+    """Returns ``d`` scaled to a root mean square of 0.2, zeros for a zero ``d``."""
+    return graft_norm(d, _RMS * math.sqrt(d.numel()))
+
+
+def graft_norm(d: Tensor, norm: Scalar) -> Tensor:
+    """Returns ``d`` scaled to the Frobenius norm ``norm``, zeros for a zero ``d``."""
+    own = frobenius_norm(d)
+    return d.div(torch.where(own == 0, torch.ones_like(own), own)).mul(norm)
+
+
+def adam_update_(
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    t: int | Tensor,
+    betas: tuple[Scalar, Scalar],
+    eps: Scalar = 1e-8,
+) -> Tensor:
+    """Updates Adam's moments in place and returns its bias-corrected update.
+
+    Args:
+        g: gradient, any shape.
+        m: first moment, updated in place.
+        v: second moment, updated in place.
+        t: number of this update, from 1.
+        betas: decay of ``m`` and of ``v``.
+        eps: added to the root.
+
+    Returns:
+        ``m_hat / (sqrt(v_hat) + eps)``, without learning rate or sign.
+    """
+    beta1, beta2 = betas
+    m.mul_(beta1).add_(g * (1.0 - beta1))
+    v.mul_(beta2).add_(g.square() * (1.0 - beta2))
+    return _divide(debias(m, beta1, t), debias(v, beta2, t).sqrt() + eps)
+
+
+def kl_scale(total: Tensor, kl_clip: Scalar) -> Tensor:
+    """Returns the factor ``min(1, sqrt(kl_clip / total))`` of the KL clip.
+
+    Args:
+        total: 0-d, sum over all layers of ``lr^2 <d, m>``.
+        kl_clip: bound on the modelled change.
+
+    Returns:
+        0-d, 1 where ``total`` is not positive, NaN where it is NaN.
+    """
+    free = total <= 0
+    ratio = kl_clip / torch.where(free, torch.ones_like(total), total)
+    return torch.where(free, torch.ones_like(total), ratio.sqrt().clamp(max=1.0))
+
+
+def frobenius_norm(x: Tensor) -> Tensor:
+    """Returns the norm of all elements, 0-d fp64.
+
+    In fp32 the squares of elements below 1e-23 or above 1e19 leave the range, and a direction of
+    honest size would be reported as zero or infinite.
+    """
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
+    return norm
+
+
+def _to_basis(x: Tensor, qg: Tensor, qa: Tensor) -> Tensor:
+    return qg.mT @ x @ qa
+
+
+def _from_basis(x: Tensor, qg: Tensor, qa: Tensor) -> Tensor:
+    return qg @ x @ qa.mT
+
+
+def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Quotient that is 0 where the denominator is exactly 0; NaN denominators stay visible."""
+    zero = denominator == 0
+    return (numerator / denominator.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
+
+
+def _bias_correction(beta: Scalar, t: int | Tensor) -> Scalar:
+    # 1 - 0.999 has only four good digits in fp32, so device-side scalars are widened first.
+    if isinstance(beta, Tensor):
+        beta = beta.double()
+    if isinstance(t, Tensor):
+        t = t.double()
+    correction: Scalar = 1.0 - beta**t
+    return correction
