@@ -1,0 +1,1 @@
+"""Tests that need no framework beside PyTorch."""
