@@ -1,0 +1,1 @@
+"""Training scripts and launch commands; not part of the installed package."""
