@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests import _harness
+from tests._harness import deepspeed_cpu
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Load DeepSpeed into the forkserver only if a collected test will use it."""
     if any("deepspeed" in item.nodeid or "/hosts/" in item.nodeid for item in session.items):
-        _harness.preload("deepspeed")
+        _harness.preload(*deepspeed_cpu.PRELOAD)
 
 
 @pytest.fixture(autouse=True)

@@ -43,10 +43,12 @@ _preloaded = ["torch", "torch.distributed", "torch._dynamo", "pytest"]
 _worlds: dict[int, World] = {}
 
 
-def preload(module: str) -> None:
-    """Have the forkserver import `module` too; without effect once the first pool has started."""
-    if module not in _preloaded:
-        _preloaded.append(module)
+def preload(*modules: str) -> None:
+    """Have the forkserver import `modules` too; without effect once the first pool has started.
+
+    A module that is not installed is skipped.
+    """
+    _preloaded.extend(module for module in modules if module not in _preloaded)
 
 
 def world(size: int) -> World:
