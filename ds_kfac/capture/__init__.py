@@ -1,0 +1,1 @@
+"""Statistics of one optimizer step, collected in forward and backward."""

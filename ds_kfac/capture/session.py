@@ -1,0 +1,148 @@
+"""Pending statistics of one optimizer step: added by hooks, then drained or discarded.
+
+Nothing here is averaged or divided: sums and counts of all calls, micro-batches and
+ranks add up, and are divided once, by their owner (numerics: the only rule that makes
+factors independent of batch size, accumulation and rank count).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ds_kfac.layers.kinds import KINDS
+from ds_kfac.layers.spec import LayerSpec
+from ds_kfac.math.moments import add_outer_blocks_
+
+
+@dataclass
+class Pending:
+    """Sums of one layer over the calls of one optimizer step, on this rank.
+
+    Attributes:
+        a: Per A block, sum of ``a a^T`` over the rows used, ``[n, n]``, factor dtype.
+        g: Per G block, sum of ``gamma gamma^T`` over the rows used, ``[n, n]``; gamma is
+            the row's gradient of the global objective.
+        rows_used: Rows in the sums.
+        rows_seen: Rows before subsampling.
+        loss_terms: Loss terms those rows stand for.
+    """
+
+    a: list[Tensor]
+    g: list[Tensor]
+    rows_used: int = 0
+    rows_seen: int = 0
+    loss_terms: int = 0
+
+    @classmethod
+    def zeros(cls, spec: LayerSpec, device: torch.device, dtype: torch.dtype) -> Pending:
+        """Empty sums for a layer."""
+        sides = (spec.a_blocks, spec.g_blocks)
+        a, g = (
+            [torch.zeros(b.size, b.size, device=device, dtype=dtype) for b in blocks]
+            for blocks in sides
+        )
+        return cls(a, g)
+
+    def counts(self) -> tuple[float, float, float]:
+        """``(rows_used, rows_seen, loss_terms)``."""
+        return float(self.rows_used), float(self.rows_seen), float(self.loss_terms)
+
+
+@dataclass
+class InputSums:
+    """One call's share of A, kept in the call's closure until its gradient arrives."""
+
+    blocks: list[Tensor]
+    rows_used: int
+    rows_seen: int
+
+
+@dataclass
+class CaptureSession:
+    """Collects the statistics of the current optimizer step.
+
+    Attributes:
+        specs: Layers by module name.
+        weight_sharing: ``expand`` or ``reduce``.
+        dtype: Dtype of all sums (fp32; fp64 for fp64 models).
+        active: Whether calls are captured in this step.
+        stride: Every ``stride``-th row is used.
+        offset: First row used; rotates with the step so that no position is favoured.
+        error: First exception raised inside a hook, carried to the next vote: raising in
+            the backward of one rank would leave the others in a collective.
+    """
+
+    specs: dict[str, LayerSpec]
+    weight_sharing: str
+    dtype: torch.dtype
+    active: bool = False
+    stride: int = 1
+    offset: int = 0
+    pending: dict[str, Pending] = field(default_factory=dict)
+    error: Exception | None = None
+
+    def begin(self, *, active: bool, fraction: float, step: int) -> None:
+        """Start an optimizer step; what an earlier one left behind is dropped."""
+        self.discard()
+        self.active = active
+        self.stride = max(1, round(1.0 / fraction))
+        self.offset = step % self.stride
+
+    def discard(self) -> None:
+        """Forget everything captured in this step."""
+        self.pending = {}
+
+    def drain(self) -> dict[str, Pending]:
+        """Hand over the sums of the step; the session keeps nothing."""
+        pending, self.pending = self.pending, {}
+        return pending
+
+    def input_sums(self, name: str, module: nn.Module, x: Tensor) -> InputSums:
+        """Reduce a call's input to its share of A.
+
+        Args:
+            name: Layer name.
+            module: The layer.
+            x: Input of the call, any shape the layer accepts, any float dtype.
+        """
+        spec = self.specs[name]
+        rows = KINDS[spec.kind].input_rows(module, x.detach(), self.weight_sharing)
+        used = rows[self.offset :: self.stride]
+        blocks = [
+            torch.zeros(b.size, b.size, device=x.device, dtype=self.dtype) for b in spec.a_blocks
+        ]
+        add_outer_blocks_(blocks, used, bounds=spec.a_blocks, bias=spec.bias is not None)
+        return InputSums(blocks, used.shape[0], rows.shape[0])
+
+    def add(
+        self, name: str, module: nn.Module, sums: InputSums, g: Tensor, *, scale: float
+    ) -> None:
+        """Add one call: its input sums and its output gradient, as a pair.
+
+        Args:
+            name: Layer name.
+            module: The layer.
+            sums: Result of :meth:`input_sums` for the same call.
+            g: Gradient of the (scaled) loss with respect to the call's output.
+            scale: Turns ``g`` into the gradient of the global objective: undoes the loss
+                scale and applies the average over ranks.
+        """
+        spec = self.specs[name]
+        kind = KINDS[spec.kind]
+        rows = kind.gradient_rows(module, g.detach(), self.weight_sharing)
+        pending = self.pending.get(name)
+        if pending is None:
+            pending = self.pending[name] = Pending.zeros(spec, g.device, self.dtype)
+            pending.a = sums.blocks
+        else:
+            torch._foreach_add_(pending.a, sums.blocks)
+        # The scale is applied to the rows' product in factor precision: fp16 gradients
+        # times a loss scale would overflow or vanish if they were scaled themselves.
+        used = rows[self.offset :: self.stride]
+        add_outer_blocks_(pending.g, used, bounds=spec.g_blocks, bias=False, alpha=scale * scale)
+        pending.rows_used += sums.rows_used
+        pending.rows_seen += sums.rows_seen
+        pending.loss_terms += kind.loss_terms(g, rows.shape[0], self.weight_sharing)

@@ -1,0 +1,1 @@
+"""The ``ds-kfac`` console command."""

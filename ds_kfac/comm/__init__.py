@@ -1,0 +1,1 @@
+"""The only door to ``torch.distributed`` besides the hosts."""

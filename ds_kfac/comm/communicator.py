@@ -1,0 +1,116 @@
+"""Collectives over one process group, each counted by the ledger.
+
+A group of one rank needs no ``torch.distributed``: every operation is then local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_kfac.comm.ledger import Ledger
+from ds_kfac.plan.topology import Topology
+
+
+class Communicator:
+    """One process group, handed over by the host.
+
+    Args:
+        group: The group, or None for a single process.
+        ledger: Counts what is sent.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, ledger: Ledger) -> None:
+        self._group = group
+        self._ledger = ledger
+        size = 1 if group is None else dist.get_world_size(group)
+        self.topology = Topology(size, 0 if group is None else dist.get_rank(group))
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return self.topology.size
+
+    @property
+    def rank(self) -> int:
+        """This rank's index in the group."""
+        return self.topology.rank
+
+    def sum_(self, values: Tensor, kind: str) -> Tensor:
+        """All-reduce a small tensor in place (sum)."""
+        return self._all_reduce_(values, kind, dist.ReduceOp.SUM)
+
+    def max_(self, values: Tensor, kind: str) -> Tensor:
+        """All-reduce integers in place (max).
+
+        Integers only: a MAX over floats can lose a NaN, depending on which rank holds it.
+        """
+        if values.is_floating_point():
+            raise TypeError("votes are integers")
+        return self._all_reduce_(values, kind, dist.ReduceOp.MAX)
+
+    def all_to_all(
+        self, send: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], kind: str
+    ) -> Tensor:
+        """Exchange slices of a flat buffer.
+
+        Args:
+            send: ``[sum(send_sizes)]``, parts ordered by destination rank.
+            send_sizes: Elements for each rank.
+            receive_sizes: Elements from each rank.
+            kind: Ledger entry.
+
+        Returns:
+            ``[sum(receive_sizes)]``, parts ordered by source rank.
+        """
+        received = send.new_empty(sum(receive_sizes))
+        dist.all_to_all_single(
+            received, send, list(receive_sizes), list(send_sizes), group=self._group
+        )
+        sent = sum(send_sizes) - send_sizes[self.rank]
+        self._ledger.record(kind, sent * send.element_size())
+        return received
+
+    def all_gather(self, part: Tensor, kind: str) -> Tensor:
+        """Gather equal parts: ``[n]`` on every rank to ``[size, n]``."""
+        gathered = part.new_empty(self.size * part.numel())
+        dist.all_gather_into_tensor(gathered, part, group=self._group)
+        self._ledger.record(kind, part.numel() * part.element_size() * (self.size - 1))
+        return gathered.view(self.size, part.numel())
+
+    def reduce_scatter(self, buffer: Tensor, kind: str) -> Tensor:
+        """Sum ``[size, n]`` over ranks; rank r keeps row r."""
+        part = buffer.new_empty(buffer.shape[1])
+        dist.reduce_scatter_tensor(part, buffer.view(-1), group=self._group)
+        others = buffer.numel() - buffer.shape[1]
+        self._ledger.record(kind, others * buffer.element_size())
+        return part
+
+    def broadcast_(self, values: Tensor, source: int, kind: str) -> Tensor:
+        """Broadcast from a rank of the group, in place."""
+        if self.size > 1:
+            assert self._group is not None
+            dist.broadcast(values, dist.get_global_rank(self._group, source), group=self._group)
+            sent = values.numel() * values.element_size() * (self.rank == source)
+            self._ledger.record(kind, sent * (self.size - 1))
+        return values
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's object on every rank. Rare paths only: attach and errors."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def _all_reduce_(self, values: Tensor, kind: str, op: Any) -> Tensor:
+        if self.size > 1:
+            dist.all_reduce(values, op=op, group=self._group)
+            share = values.numel() * values.element_size() * (self.size - 1)
+            self._ledger.record(kind, 2 * share // self.size)
+        return values
+

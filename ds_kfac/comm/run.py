@@ -1,0 +1,203 @@
+"""Execute a program: factors to their owners, gradients to owners, directions back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ds_kfac.comm.communicator import Communicator
+from ds_kfac.plan.program import Exchange, ReduceItem, ReduceRound, Segment
+
+PackItem = Callable[[ReduceItem, Tensor], None]
+
+
+class GradientExchange:
+    """Moves flat layer gradients between their holders and their owners.
+
+    Args:
+        exchange: The table of slices and owners.
+        communicator: The data group.
+        wire_dtype: Dtype on the way out: that of the stored gradients. Directions come back
+            in the compute dtype, so that a layer's result does not depend on who owned it.
+        dtype: Compute dtype.
+        device: Where gradients live.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        communicator: Communicator,
+        *,
+        wire_dtype: torch.dtype,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._exchange = exchange
+        self._comm = communicator
+        self._wire_dtype = wire_dtype
+        self._dtype = dtype
+        self._device = device
+        rank = communicator.rank
+        self.owned = exchange.owned(rank)
+        self._outgoing = exchange.outgoing(rank)
+        self._incoming = exchange.incoming(rank)
+        self._local = exchange.local(rank)
+
+    def to_owners(self, views: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """Collect the gradients of the layers this rank owns.
+
+        Args:
+            views: Per parameter, this rank's flat gradient: the held slice, or the whole when
+                replicated. A parameter without gradient in this step counts as zero.
+
+        Returns:
+            Per owned layer its flat gradient ``[numel]`` in wire dtype.
+        """
+        flats = {
+            layer: torch.zeros(
+                self._exchange.numels[layer], dtype=self._wire_dtype, device=self._device
+            )
+            for layer in self.owned
+            if layer not in self._exchange.replicated
+        }
+        for segment in self._local:
+            self._read(views, segment, _slice(flats, segment))
+        if self._exchange.moves_shards:
+            received = self._send_shards(views)
+            for segment, part in _split(received, self._incoming):
+                _slice(flats, segment).copy_(part)
+        return flats
+
+    def from_owners(
+        self, directions: Mapping[int, Tensor]
+    ) -> tuple[list[tuple[Segment, Tensor]], dict[int, Tensor]]:
+        """Hand directions back.
+
+        Args:
+            directions: Per owned layer its flat direction ``[numel]``, compute dtype.
+
+        Returns:
+            The slices this rank holds of sharded layers, and the full flat directions of
+            replicated layers.
+        """
+        slices = [(s, _slice(directions, s)) for s in self._local]
+        if self._exchange.moves_shards:
+            parts = [_slice(directions, s) for part in self._incoming for s in part]
+            sizes, back = _sizes(self._incoming), _sizes(self._outgoing)
+            send = _concatenate(parts, self._dtype, self._device)
+            received = self._comm.all_to_all(send, sizes, back, "directions")
+            slices += _split(received, self._outgoing)
+        return slices, self._share_replicated(directions)
+
+    def planned_bytes(self) -> dict[str, int]:
+        """Bytes this rank sends per step, by ledger kind."""
+        rank, size = self._comm.rank, self._comm.size
+        if size == 1:
+            return {}
+        out, back = self._exchange.sent_numel(rank)
+        planned = {}
+        if self._exchange.moves_shards:
+            planned["gradients"] = out * _itemsize(self._wire_dtype)
+        if self._exchange.moves_shards or self._exchange.gather_numel:
+            planned["directions"] = back * _itemsize(self._dtype)
+        return planned
+
+    def _send_shards(self, views: Mapping[str, Tensor]) -> Tensor:
+        sizes, receive = _sizes(self._outgoing), _sizes(self._incoming)
+        send = torch.zeros(sum(sizes), dtype=self._wire_dtype, device=self._device)
+        for segment, part in _split(send, self._outgoing):
+            self._read(views, segment, part)
+        return self._comm.all_to_all(send, sizes, receive, "gradients")
+
+    def _share_replicated(self, directions: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        shared = self._exchange.replicated
+        if self._comm.size == 1 or not shared:
+            return {layer: flat for layer, flat in directions.items() if layer in shared}
+        part = torch.zeros(self._exchange.gather_numel, dtype=self._dtype, device=self._device)
+        mine = [layer for layer in self.owned if layer in shared]
+        for layer, target in self._layout_of_part(part, mine):
+            target.copy_(directions[layer])
+        gathered = self._comm.all_gather(part, "directions")
+        result: dict[int, Tensor] = {}
+        for owner in range(self._comm.size):
+            theirs = [layer for layer in self._exchange.owned(owner) if layer in shared]
+            result.update(self._layout_of_part(gathered[owner], theirs))
+        return result
+
+    def _layout_of_part(self, part: Tensor, layers: Sequence[int]) -> list[tuple[int, Tensor]]:
+        sizes = [self._exchange.numels[layer] for layer in layers]
+        pieces = part[: sum(sizes)].split(sizes) if sizes else ()
+        return list(zip(layers, pieces, strict=True))
+
+    def _read(self, views: Mapping[str, Tensor], segment: Segment, out: Tensor) -> None:
+        view = views.get(segment.param)
+        if view is not None:
+            # The holder's view starts at its slice, whole-parameter views at offset zero.
+            out.copy_(view[: segment.numel])
+
+
+def reduce_factors(
+    rounds: Sequence[ReduceRound],
+    communicator: Communicator,
+    pack: PackItem,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[tuple[ReduceItem, Tensor]]:
+    """Sum packed factors over ranks; each arrives at its owner and nowhere else.
+
+    Args:
+        rounds: Rounds of the program.
+        communicator: The data group.
+        pack: Writes this rank's share of an item into ``[numel]`` (zeros when it has none);
+            may free its source.
+        dtype: Factor dtype.
+        device: Device of the buffers.
+
+    Returns:
+        The summed items this rank owns.
+    """
+    owned: list[tuple[ReduceItem, Tensor]] = []
+    for reduce_round in rounds:
+        size = (communicator.size, reduce_round.part_numel)
+        buffer = torch.zeros(size, dtype=dtype, device=device)
+        for owner, items in enumerate(reduce_round.items):
+            for item in items:
+                pack(item, buffer[owner, item.offset : item.offset + item.numel])
+        part = buffer[0]
+        if communicator.size > 1:
+            part = communicator.reduce_scatter(buffer, "factors")
+        mine = reduce_round.items[communicator.rank]
+        owned += [(item, part[item.offset : item.offset + item.numel]) for item in mine]
+    return owned
+
+
+def planned_factor_bytes(rounds: Sequence[ReduceRound], size: int, itemsize: int) -> int:
+    """Bytes a rank sends to reduce one step's factors."""
+    return sum(r.part_numel for r in rounds) * (size - 1) * itemsize
+
+
+def _slice(flats: Mapping[int, Tensor], segment: Segment) -> Tensor:
+    return flats[segment.layer][segment.start : segment.start + segment.numel]
+
+
+def _split(buffer: Tensor, parts: Sequence[Sequence[Segment]]) -> list[tuple[Segment, Tensor]]:
+    segments = [segment for part in parts for segment in part]
+    pieces = buffer.split([s.numel for s in segments]) if segments else ()
+    return list(zip(segments, pieces, strict=True))
+
+
+def _sizes(parts: Sequence[Sequence[Segment]]) -> list[int]:
+    return [sum(segment.numel for segment in part) for part in parts]
+
+
+def _concatenate(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if not parts:
+        return torch.empty(0, dtype=dtype, device=device)
+    return torch.cat([part.to(dtype) for part in parts])
+
+
+def _itemsize(dtype: torch.dtype) -> int:
+    return torch.empty(0, dtype=dtype).element_size()

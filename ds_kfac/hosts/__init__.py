@@ -1,0 +1,1 @@
+"""The frameworks that ds_kfac serves, one adapter each."""

@@ -1,0 +1,82 @@
+"""What the preconditioner asks of a framework."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor, nn
+
+from ds_kfac.plan.topology import Layout
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Process groups of a host; None stands for this process alone.
+
+    Attributes:
+        data: Ranks over which gradients are averaged; owners are chosen among them.
+        model: All ranks that share the model (data, tensor and pipeline parallel); votes and
+            scalars of the whole model go over it. Defaults to ``data``.
+    """
+
+    data: ProcessGroup | None = None
+    model: ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The host's reduced gradients at the entry of its step, on this rank.
+
+    Attributes:
+        views: Per trainable parameter the flat local slice (the whole when replicated),
+            aliasing what the host will consume. Parameters without gradient are absent.
+        partial: The slices of different ranks add up to the model, so that norms have to be
+            summed over the data group.
+    """
+
+    views: Mapping[str, Tensor]
+    partial: bool
+
+
+class Host(Protocol):
+    """A framework that trains the model; implemented once per framework."""
+
+    model: nn.Module
+    groups: Groups
+
+    def layouts(self, names: Sequence[str]) -> dict[str, Layout]:
+        """Where the reduced gradient of each named parameter lives; static."""
+        ...
+
+    def gradients(self) -> Gradients:
+        """Reduced, not yet clipped gradients as the host stores them; no copy."""
+        ...
+
+    def writable(self) -> Mapping[str, Tensor]:
+        """Views that the host's optimizer will consume, in the widest dtype it allows."""
+        ...
+
+    def after_write(self) -> None:
+        """Bring what the host has cached about its gradients up to date."""
+        ...
+
+    def output_scale(self) -> float:
+        """Factor from a hooked output gradient to the gradient of the global objective."""
+        ...
+
+    def stored_scale(self) -> float:
+        """What the stored gradients are still multiplied by (the loss scale)."""
+        ...
+
+    def clip_threshold(self) -> float:
+        """Norm to which the raw gradient is clipped; 0 leaves it as it is."""
+        ...
+
+    def learning_rates(self) -> Mapping[str, float]:
+        """Current learning rate of each trainable parameter, by name."""
+        ...

@@ -1,0 +1,214 @@
+"""Plain PyTorch and DistributedDataParallel: the reference host.
+
+Everything happens in the optimizer's public step hooks, so that learning-rate schedulers,
+gradient scalers and profilers that wrap ``optimizer.step`` keep working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ds_kfac.config import KFACConfig
+from ds_kfac.errors import ConfigError, UnsupportedError
+from ds_kfac.hosts.base import Gradients, Groups
+from ds_kfac.hosts.compatibility import check_base_optimizer, is_own_optimizer
+from ds_kfac.plan.topology import Layout
+from ds_kfac.preconditioner import KFAC
+
+
+class PlainHost:
+    """A model whose gradients are in ``param.grad``, whole on every rank.
+
+    Args:
+        model: The bare model.
+        optimizer: The base optimizer.
+        groups: Process groups; gradients are averaged over ``groups.data``.
+        grad_scaler: The ``torch.amp.GradScaler`` in use, if any.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        groups: Groups,
+        grad_scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self.model = model
+        self.groups = groups
+        self._optimizer = optimizer
+        self._scaler = grad_scaler
+        self._ranks = 1 if groups.data is None else dist.get_world_size(groups.data)
+        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._group_of = {
+            id(param): group for group in optimizer.param_groups for param in group["params"]
+        }
+
+    def layouts(self, names: Sequence[str]) -> dict[str, Layout]:
+        """Every rank holds whole gradients."""
+        return {name: Layout(replicated=True) for name in names}
+
+    def gradients(self) -> Gradients:
+        """Flat views of ``param.grad``."""
+        return Gradients(self.writable(), partial=False)
+
+    def writable(self) -> Mapping[str, Tensor]:
+        """Flat views of ``param.grad``, which has the parameter's dtype."""
+        views = {}
+        for name, param in self._parameters.items():
+            if param.grad is not None:
+                # Channels-last and other strided gradients cannot be flattened in place.
+                if not param.grad.is_contiguous():
+                    param.grad = param.grad.contiguous()
+                views[name] = param.grad.view(-1)
+        return views
+
+    def after_write(self) -> None:
+        """Nothing is cached."""
+
+    def output_scale(self) -> float:
+        """Undo the gradient scaler, apply the average over ranks."""
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        return 1.0 / (scale * self._ranks)
+
+    def stored_scale(self) -> float:
+        """Gradients are unscaled when the optimizer steps."""
+        return 1.0
+
+    def clip_threshold(self) -> float:
+        """Whoever clips does it before the optimizer steps."""
+        return 0.0
+
+    def learning_rates(self) -> Mapping[str, float]:
+        """From the optimizer's parameter groups."""
+        return {
+            name: float(self._group_of[id(param)]["lr"])
+            for name, param in self._parameters.items()
+            if id(param) in self._group_of
+        }
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: KFACConfig | Mapping[str, Any],
+    *,
+    groups: Groups | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
+) -> KFAC | None:
+    """Attach K-FAC to a plain PyTorch or DDP training loop.
+
+    Args:
+        model: The model, or its ``DistributedDataParallel`` wrapper.
+        optimizer: The base optimizer, which consumes the directions.
+        config: The ``kfac`` settings.
+        groups: Process groups when gradients are averaged by other means than DDP.
+            ``Groups()`` says that this process trains alone.
+        grad_scaler: The gradient scaler of fp16 autocast training.
+
+    Returns:
+        The preconditioner, or None when ``enabled`` is false.
+
+    Raises:
+        ConfigError: Wrong settings, or gradients of which it is unclear how they are averaged.
+        CoverageError: Nothing to precondition.
+        UnsupportedError: The model's wrapper or the optimizer is not supported.
+    """
+    config = KFACConfig.parse(config)
+    if not config.enabled:
+        return None
+    bare, groups = _unwrap(model, groups)
+    check_base_optimizer(optimizer, config)
+    host = PlainHost(bare, optimizer, groups, grad_scaler)
+    kfac = KFAC(host, config, own_optimizer=is_own_optimizer(optimizer))
+    _install(kfac, optimizer, grad_scaler)
+    return kfac
+
+
+def _unwrap(model: nn.Module, groups: Groups | None) -> tuple[nn.Module, Groups]:
+    if isinstance(model, DistributedDataParallel):
+        bare: nn.Module = model.module
+        return bare, groups or Groups(data=model.process_group)
+    if type(model).__name__ in ("FullyShardedDataParallel", "FSDPModule"):
+        raise UnsupportedError(
+            "E151", f"{type(model).__name__} is not supported; use DeepSpeed ZeRO to shard"
+        )
+    if groups is None and dist.is_available() and dist.is_initialized():
+        if dist.get_world_size() > 1:
+            raise ConfigError(
+                "E204",
+                f"torch.distributed runs with {dist.get_world_size()} ranks but the model is a "
+                f"bare {type(model).__name__}: wrap it in DistributedDataParallel, pass "
+                "groups=ds_kfac.Groups(data=...) if gradients are averaged by other means, or "
+                "groups=ds_kfac.Groups() if every process trains alone",
+            )
+    return model, groups or Groups()
+
+
+class _StepHooks:
+    """Pre and post hook of ``optimizer.step`` around one step."""
+
+    def __init__(self, kfac: KFAC, optimizer: torch.optim.Optimizer) -> None:
+        self._kfac = kfac
+        self._optimizer = optimizer
+        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
+        self._healthy = True
+
+    def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Precondition; on a bad step hide the gradients, which optimizers then skip."""
+        if any(callable(value) for value in (*args, *kwargs.values())):
+            raise UnsupportedError(
+                "E152", "optimizer.step(closure) is not supported: call backward before step()"
+            )
+        self._healthy = self._kfac.before_step()
+        if self._healthy:
+            return
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._hidden = [(param, param.grad) for param in params if param.grad is not None]
+        for param, _ in self._hidden:
+            param.grad = None
+
+    def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Close the step and give hidden gradients back: the user may want to see them."""
+        for param, grad in self._hidden:
+            param.grad = grad
+        self._hidden = []
+        self._kfac.after_step(applied=self._healthy)
+
+
+def _install(
+    kfac: KFAC, optimizer: torch.optim.Optimizer, grad_scaler: torch.amp.GradScaler | None
+) -> None:
+    hooks = _StepHooks(kfac, optimizer)
+    before = optimizer.register_step_pre_hook(hooks.before)
+    after = optimizer.register_step_post_hook(hooks.after)
+    kfac.on_detach(before.remove)
+    kfac.on_detach(after.remove)
+    if grad_scaler is not None:
+        _watch_scaler(kfac, grad_scaler)
+
+
+def _watch_scaler(kfac: KFAC, scaler: torch.amp.GradScaler) -> None:
+    """Drop the statistics of steps that the scaler skips: it then never calls the optimizer."""
+    original = scaler.update
+    seen = -1
+
+    def update(*args: Any, **kwargs: Any) -> None:
+        nonlocal seen
+        total = kfac.counters.steps + kfac.counters.skipped
+        if total == seen:
+            kfac.discard_step()
+        original(*args, **kwargs)
+        seen = kfac.counters.steps + kfac.counters.skipped
+
+    scaler.update = update  # type: ignore[method-assign]
+
+    def undo() -> None:
+        scaler.update = original  # type: ignore[method-assign]
+
+    kfac.on_detach(undo)

@@ -1,0 +1,177 @@
+"""Walk a model and decide, module by module, what is preconditioned and what is not."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import nn
+
+from ds_kfac.config import OUTPUT_HEADS, KFACConfig
+from ds_kfac.errors import CoverageError, nearest
+from ds_kfac.layers.blocks import cut
+from ds_kfac.layers.kinds import LayerKind, kind_of
+from ds_kfac.layers.spec import LayerSpec, LayerTable, LeftOut, ParamSlot
+
+
+def discover(model: nn.Module, config: KFACConfig) -> LayerTable:
+    """Build the table of layers.
+
+    Args:
+        model: The bare model; names in the table are its module names.
+        config: ``skip_layers``, ``fused_parts``, ``max_factor_dim`` and ``strict_layers`` count.
+
+    Returns:
+        The table, layers in the order of ``model.named_modules()``.
+
+    Raises:
+        CoverageError: Nothing can be preconditioned (E132), a skip pattern matches no module
+            (E134), or ``strict_layers`` finds unsupported modules (E131).
+    """
+    uses = Counter(
+        id(param) for module in model.modules() for param in module.parameters(recurse=False)
+    )
+    inside_attention = _attention_projections(model)
+    layers: list[LayerSpec] = []
+    left_out: list[LeftOut] = []
+    unsupported: list[tuple[str, str]] = []
+    for name, module in model.named_modules():
+        own = [param for param in module.parameters(recurse=False) if param.requires_grad]
+        if not list(module.parameters(recurse=False)):
+            continue
+        kind = kind_of(module)
+        reason = _reason_left_out(name, module, kind, config, uses, inside_attention)
+        if reason is None and kind is not None:
+            layers.append(_spec(name, module, kind, config))
+            continue
+        left_out.append(
+            LeftOut(name, type(module).__name__, reason or "", sum(_numel(p) for p in own))
+        )
+        if kind is None and any(len(_shape(param)) >= 2 for param in own):
+            unsupported.append((name, type(module).__name__))
+    _check_patterns(model, config.skip_layers)
+    if config.strict_layers and unsupported:
+        _refuse_unsupported(unsupported, config)
+    if not layers:
+        reasons = "; ".join(f"{item.name or '(root)'}: {item.reason}" for item in left_out[:20])
+        raise CoverageError(
+            "E132",
+            "no layer of this model can be preconditioned (supported: nn.Linear, nn.Conv2d without "
+            f"groups, Hugging Face Conv1D). Left out: {reasons or 'the model has no parameters'}",
+        )
+    return LayerTable(tuple(layers), tuple(left_out))
+
+
+def matches(name: str, module: nn.Module, pattern: str) -> bool:
+    """Whether a pattern names this module: full name, glob, one path component or class name."""
+    if fnmatch.fnmatchcase(name, pattern) or type(module).__name__ == pattern:
+        return True
+    return pattern in name.split(".") or name.startswith(pattern + ".")
+
+
+def _reason_left_out(
+    name: str,
+    module: nn.Module,
+    kind: LayerKind | None,
+    config: KFACConfig,
+    uses: Counter[int],
+    inside_attention: set[int],
+) -> str | None:
+    weight = module._parameters.get("weight")
+    pattern = next((p for p in config.skip_layers if matches(name, module, p)), None)
+    if kind is None:
+        return f"{type(module).__name__} is not supported"
+    if pattern is not None:
+        return f"matches skip_layers pattern {pattern!r}"
+    if id(module) in inside_attention:
+        return "nn.MultiheadAttention uses this weight without calling the layer"
+    if weight is None:
+        return "has no parameter named weight (parametrized or replaced)"
+    if not weight.requires_grad:
+        return "requires_grad=False"
+    bias = module._parameters.get("bias")
+    for label, param in (("weight", weight), ("bias", bias)):
+        if param is not None and uses[id(param)] > 1:
+            return f"{label} is shared with another module"
+    return kind.refusal(module)
+
+
+def _spec(name: str, module: nn.Module, kind: LayerKind, config: KFACConfig) -> LayerSpec:
+    d_out, d_in = kind.dims(module)
+    prefix = f"{name}." if name else ""
+    weight_param = module._parameters["weight"]
+    assert weight_param is not None
+    weight = ParamSlot(prefix + "weight", _shape(weight_param), 0)
+    bias_param = module._parameters.get("bias")
+    bias = None
+    if bias_param is not None and bias_param.requires_grad:
+        bias = ParamSlot(prefix + "bias", _shape(bias_param), weight.numel)
+    parts = next((n for p, n in config.fused_parts.items() if matches(name, module, p)), 1)
+    if d_out % parts:
+        raise CoverageError(
+            "E135",
+            f"layer {name}: {d_out} rows cannot be split into {parts} equal parts; correct "
+            "kfac.fused_parts",
+        )
+    return LayerSpec(
+        name=name,
+        kind=kind.name,
+        d_in=d_in,
+        d_out=d_out,
+        weight=weight,
+        bias=bias,
+        parts=parts,
+        a_blocks=cut(d_in + (bias is not None), config.max_factor_dim),
+        g_blocks=cut(d_out, config.max_factor_dim),
+    )
+
+
+def _attention_projections(model: nn.Module) -> set[int]:
+    """Linear layers inside nn.MultiheadAttention: its fused path never calls them."""
+    return {
+        id(child)
+        for module in model.modules()
+        if isinstance(module, nn.MultiheadAttention)
+        for child in module.children()
+    }
+
+
+def _check_patterns(model: nn.Module, patterns: Sequence[str]) -> None:
+    named = list(model.named_modules())
+    for pattern in patterns:
+        if pattern in OUTPUT_HEADS or any(matches(n, m, pattern) for n, m in named):
+            continue
+        names = [name for name, _ in named]
+        raise CoverageError(
+            "E134",
+            f"skip_layers pattern {pattern!r} matches no module of the model;"
+            f"{nearest(pattern, names)} Patterns are names, globs, path components or class names",
+        )
+
+
+def _refuse_unsupported(unsupported: list[tuple[str, str]], config: KFACConfig) -> None:
+    kept = [
+        (name, kind)
+        for name, kind in sorted(unsupported)
+        if not any(fnmatch.fnmatchcase(name, p) or p in (name, kind) for p in config.skip_layers)
+    ]
+    if kept:
+        names = ", ".join(f"{name} ({kind})" for name, kind in kept)
+        raise CoverageError(
+            "E131",
+            f"strict_layers: {len(kept)} modules are not supported: {names}; list them in "
+            "kfac.skip_layers or set strict_layers to false",
+        )
+
+
+def _shape(param: nn.Parameter) -> tuple[int, ...]:
+    # Under ZeRO-3 the parameter itself is empty and its full shape travels beside it.
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def _numel(param: nn.Parameter) -> int:
+    count = 1
+    for dim in _shape(param):
+        count *= dim
+    return count

@@ -1,0 +1,192 @@
+"""Supported module types: how each one's call becomes rows for A and G.
+
+Conventions for shared weights follow Eschenhagen et al. 2023 (arXiv 2311.00636), for
+convolutions Grosse & Martens 2016 (arXiv 1602.01407):
+
+* ``expand``: every position is a row. A is a mean over rows; G counts one loss term per
+  row for linear layers, one per example for convolutions.
+* ``reduce``: per example, activations are averaged over positions and output gradients
+  are summed; one row and one loss term per example.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class LayerKind(Protocol):
+    """What ds_kfac has to know about a module type; stateless."""
+
+    name: str
+
+    def dims(self, module: nn.Module) -> tuple[int, int]:
+        """``(d_out, d_in)`` of the matrix view without bias."""
+        ...
+
+    def refusal(self, module: nn.Module) -> str | None:
+        """Why this very module is not supported, or None."""
+        ...
+
+    def input_rows(self, module: nn.Module, x: Tensor, sharing: str) -> Tensor:
+        """Input of one call as rows ``[T, d_in]``."""
+        ...
+
+    def gradient_rows(self, module: nn.Module, g: Tensor, sharing: str) -> Tensor:
+        """Gradient of the call's output as rows ``[T, d_out]``, in the order of the input's."""
+        ...
+
+    def loss_terms(self, g: Tensor, rows: int, sharing: str) -> int:
+        """Loss terms that this call's output gradient of ``rows`` rows stands for."""
+        ...
+
+    def to_matrix(self, weight: Tensor) -> Tensor:
+        """Weight-shaped tensor as ``[d_out, d_in]``."""
+        ...
+
+    def from_matrix(self, matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Inverse of :meth:`to_matrix`."""
+        ...
+
+
+@dataclass(frozen=True)
+class LinearKind:
+    """``nn.Linear``: weight ``[out, in]``, features last."""
+
+    name: str = "linear"
+
+    def dims(self, module: nn.Module) -> tuple[int, int]:
+        """``(out_features, in_features)``, from the module: under ZeRO-3 weights are empty."""
+        assert isinstance(module, nn.Linear)
+        return module.out_features, module.in_features
+
+    def refusal(self, module: nn.Module) -> str | None:
+        """Every ``nn.Linear`` is supported."""
+        return None
+
+    def input_rows(self, module: nn.Module, x: Tensor, sharing: str) -> Tensor:
+        """Rows of ``[..., d_in]``."""
+        if sharing == "reduce" and x.ndim > 2:
+            return x.reshape(x.shape[0], -1, x.shape[-1]).mean(dim=1)
+        return x.reshape(-1, x.shape[-1])
+
+    def gradient_rows(self, module: nn.Module, g: Tensor, sharing: str) -> Tensor:
+        """Rows of ``[..., d_out]``."""
+        if sharing == "reduce" and g.ndim > 2:
+            return g.reshape(g.shape[0], -1, g.shape[-1]).sum(dim=1)
+        return g.reshape(-1, g.shape[-1])
+
+    def loss_terms(self, g: Tensor, rows: int, sharing: str) -> int:
+        """One loss term per row."""
+        return rows
+
+    def to_matrix(self, weight: Tensor) -> Tensor:
+        """Already ``[out, in]``."""
+        return weight
+
+    def from_matrix(self, matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Already weight-shaped."""
+        return matrix
+
+
+@dataclass(frozen=True)
+class TransposedLinearKind(LinearKind):
+    """Hugging Face ``Conv1D`` (GPT-2): a linear layer whose weight is ``[in, out]``."""
+
+    name: str = "conv1d"
+
+    def dims(self, module: nn.Module) -> tuple[int, int]:
+        """``(nf, nx)``; older releases have no ``nx``, then the weight tells."""
+        module_any: Any = module
+        shape = getattr(module.weight, "ds_shape", None) or tuple(module_any.weight.shape)
+        return int(module_any.nf), int(shape[0])
+
+    def to_matrix(self, weight: Tensor) -> Tensor:
+        """Transpose to ``[out, in]``."""
+        return weight.t()
+
+    def from_matrix(self, matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Transpose back to ``[in, out]``."""
+        return matrix.t()
+
+
+@dataclass(frozen=True)
+class Conv2dKind:
+    """``nn.Conv2d`` without groups, any stride, padding (also modes) and dilation."""
+
+    name: str = "conv2d"
+
+    def dims(self, module: nn.Module) -> tuple[int, int]:
+        """``(out_channels, in_channels * kernel_height * kernel_width)``."""
+        assert isinstance(module, nn.Conv2d)
+        height, width = module.kernel_size
+        return module.out_channels, module.in_channels * height * width
+
+    def refusal(self, module: nn.Module) -> str | None:
+        """Groups cut the weight into independent layers, which have no common factor A."""
+        assert isinstance(module, nn.Conv2d)
+        if module.groups != 1:
+            return f"Conv2d with groups={module.groups} is not supported (only groups=1)"
+        return None
+
+    def input_rows(self, module: nn.Module, x: Tensor, sharing: str) -> Tensor:
+        """Patches of ``[B, C, H, W]`` as rows of length ``C * kh * kw``."""
+        assert isinstance(module, nn.Conv2d)
+        x = x if x.ndim == 4 else x.unsqueeze(0)
+        # The module's own padding amounts: they also cover padding="same" and padding modes.
+        amounts: list[int] = module._reversed_padding_repeated_twice
+        if any(amounts):
+            mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+            x = functional.pad(x, amounts, mode=mode)
+        patches = functional.unfold(x, module.kernel_size, module.dilation, 0, module.stride)
+        if sharing == "reduce":
+            return patches.mean(dim=2)
+        return patches.transpose(1, 2).reshape(-1, patches.shape[1])
+
+    def gradient_rows(self, module: nn.Module, g: Tensor, sharing: str) -> Tensor:
+        """Rows of ``[B, out, H', W']``."""
+        g = g if g.ndim == 4 else g.unsqueeze(0)
+        if sharing == "reduce":
+            return g.sum(dim=(2, 3))
+        return g.permute(0, 2, 3, 1).reshape(-1, g.shape[1])
+
+    def loss_terms(self, g: Tensor, rows: int, sharing: str) -> int:
+        """One loss term per example."""
+        return g.shape[0] if g.ndim == 4 else 1
+
+    def to_matrix(self, weight: Tensor) -> Tensor:
+        """Flatten ``[out, in, kh, kw]`` to ``[out, in * kh * kw]``."""
+        return weight.reshape(weight.shape[0], -1)
+
+    def from_matrix(self, matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Restore the kernel's shape."""
+        return matrix.reshape(shape)
+
+
+_LINEAR, _CONV1D, _CONV2D = LinearKind(), TransposedLinearKind(), Conv2dKind()
+KINDS: dict[str, LayerKind] = {kind.name: kind for kind in (_LINEAR, _CONV1D, _CONV2D)}
+
+
+def kind_of(module: nn.Module) -> LayerKind | None:
+    """The kind of a module, or None when its type is not supported."""
+    if isinstance(module, nn.Linear):
+        return _LINEAR
+    if isinstance(module, nn.Conv2d):
+        return _CONV2D
+    if _is_hugging_face_conv1d(module):
+        return _CONV1D
+    return None
+
+
+def _is_hugging_face_conv1d(module: nn.Module) -> bool:
+    # By name, so that transformers need not be installed; nn.Conv1d has no `nf`.
+    weight = getattr(module, "weight", None)
+    return (
+        type(module).__name__ == "Conv1D"
+        and hasattr(module, "nf")
+        and isinstance(weight, torch.nn.Parameter)
+    )

@@ -1,0 +1,1 @@
+"""Who owns what and what moves when: plain data, computed without processes."""

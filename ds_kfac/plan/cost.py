@@ -1,0 +1,42 @@
+"""Cost of the work on a layer: floating-point operations and bytes, from its dims alone."""
+
+from __future__ import annotations
+
+from ds_kfac.layers.spec import LayerSpec
+
+# Multiples of n^3 (numerics: measured in units of a matrix product of 2 n^3 operations).
+_REFRESH = {"eigen": 2 * 5.0, "cholesky": 2 * 1.0}
+NEWTON_SCHULZ_STEPS = 5
+
+
+def factor_numel(spec: LayerSpec) -> int:
+    """Elements of a layer's packed (upper-triangular) factors."""
+    return sum(n * (n + 1) // 2 for n in spec.block_sizes)
+
+
+def refresh_flops(spec: LayerSpec, solver: str) -> float:
+    """Operations of one decomposition of all blocks of a layer."""
+    return _REFRESH[solver] * sum(float(n) ** 3 for n in spec.block_sizes)
+
+
+def direction_flops(spec: LayerSpec, direction: str, solver: str) -> float:
+    """Operations of one direction of a layer."""
+    rows, columns = spec.d_out, spec.columns
+    block_row, block_column = spec.g_blocks[0].size, spec.a_blocks[0].size
+    two_sided = 2.0 * rows * columns * (block_row + block_column)
+    if direction == "orthogonal":
+        part = rows // spec.parts
+        short, long = min(part, columns), max(part, columns)
+        newton_schulz = NEWTON_SCHULZ_STEPS * (4.0 * short * short * long + 2.0 * short**3)
+        return two_sided + spec.parts * newton_schulz
+    into_basis = 2 if solver == "eigen" else 1
+    second_moment = direction in ("ekfac", "eigen_adam")
+    return two_sided * (into_basis + second_moment)
+
+
+def step_flops(
+    spec: LayerSpec, *, direction: str, solver: str, refresh_interval: int
+) -> float:
+    """Operations per step: the direction, and a refresh spread over its interval."""
+    refresh = refresh_flops(spec, solver) / refresh_interval
+    return direction_flops(spec, direction, solver) + refresh

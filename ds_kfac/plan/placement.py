@@ -1,0 +1,110 @@
+"""Which rank owns a layer's factors, bases and direction.
+
+Deterministic and the same on every rank: a function of the layer table, the gradient
+layouts and the cost model, computed without communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ds_kfac.layers.spec import LayerSpec
+from ds_kfac.plan.topology import Layout
+
+MAX_IMBALANCE = 1.5
+"""``zero_aligned`` moves layers only while the busiest rank exceeds this multiple of the mean."""
+
+
+def place(
+    specs: Sequence[LayerSpec],
+    costs: Sequence[float],
+    layouts: Mapping[str, Layout],
+    *,
+    size: int,
+    strategy: str,
+) -> tuple[int, ...]:
+    """Choose the owner of every layer.
+
+    Args:
+        specs: Layers.
+        costs: Work per step of each layer.
+        layouts: Gradient layout of every parameter of the layers, by name.
+        size: Ranks in the data group.
+        strategy: ``memory`` balances the work; ``zero_aligned`` keeps a layer where its
+            gradient is and balances only what is badly out of balance.
+
+    Returns:
+        The owner's data rank for each layer.
+    """
+    held = [_held(spec, layouts, size) for spec in specs]
+    if strategy == "memory" or not any(any(shares) for shares in held):
+        return balance(costs, size)
+    owners = [_argmax(shares) if any(shares) else -1 for shares in held]
+    loads = [0.0] * size
+    for owner, cost in zip(owners, costs, strict=True):
+        if owner >= 0:
+            loads[owner] += cost
+    for index in _by_cost(costs):
+        if owners[index] < 0:
+            owners[index] = _argmin(loads)
+            loads[owners[index]] += costs[index]
+    _rebalance(owners, loads, costs, held)
+    return tuple(owners)
+
+
+def balance(costs: Sequence[float], size: int) -> tuple[int, ...]:
+    """Longest processing time first: each layer, dearest first, to the least loaded rank."""
+    owners = [0] * len(costs)
+    loads = [0.0] * size
+    for index in _by_cost(costs):
+        owners[index] = _argmin(loads)
+        loads[owners[index]] += costs[index]
+    return tuple(owners)
+
+
+def _rebalance(
+    owners: list[int],
+    loads: list[float],
+    costs: Sequence[float],
+    held: Sequence[Sequence[int]],
+) -> None:
+    """Move layers off overloaded ranks, those that cost least to move per work gained."""
+    limit = MAX_IMBALANCE * sum(loads) / len(loads)
+    for _ in owners:
+        busiest, idlest = _argmax(loads), _argmin(loads)
+        if loads[busiest] <= limit:
+            return
+        movable = [
+            index
+            for index, owner in enumerate(owners)
+            if owner == busiest and loads[idlest] + costs[index] < loads[busiest]
+        ]
+        if not movable:
+            return
+        chosen = min(
+            movable,
+            key=lambda i: ((held[i][busiest] - held[i][idlest]) / max(costs[i], 1.0), -costs[i], i),
+        )
+        owners[chosen] = idlest
+        loads[busiest] -= costs[chosen]
+        loads[idlest] += costs[chosen]
+
+
+def _held(spec: LayerSpec, layouts: Mapping[str, Layout], size: int) -> list[int]:
+    shares = [0] * size
+    for slot in spec.slots:
+        for piece in layouts[slot.name].pieces:
+            shares[piece.rank] += piece.numel
+    return shares
+
+
+def _by_cost(costs: Sequence[float]) -> list[int]:
+    return sorted(range(len(costs)), key=lambda index: (-costs[index], index))
+
+
+def _argmax(values: Sequence[float]) -> int:
+    return max(range(len(values)), key=lambda index: (values[index], -index))
+
+
+def _argmin(values: Sequence[float]) -> int:
+    return min(range(len(values)), key=lambda index: (values[index], index))

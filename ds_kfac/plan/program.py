@@ -1,0 +1,210 @@
+"""The communication of a step as data: what each rank sends to whom, in which order.
+
+Both sides of every transfer are derived from the same table, so that all ranks agree on
+sizes and order without asking; the hash of the table is compared once, at attach.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ds_kfac.layers.spec import LayerSpec
+from ds_kfac.math.packing import packed_numel
+from ds_kfac.plan.topology import Layout
+
+COUNTS_PER_LAYER = 3  # rows used, rows seen, loss terms: they travel with the sums
+REDUCE_BUFFER_NUMEL = 1 << 26
+"""Elements of the reduction buffer of one round (256 MiB in fp32)."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A slice of a layer's flat gradient held by one rank.
+
+    Attributes:
+        layer: Index of the layer.
+        param: Parameter name.
+        holder: Data rank that holds the slice.
+        start: First element in the layer's flat gradient.
+        offset: First element in the flattened parameter.
+        numel: Elements.
+    """
+
+    layer: int
+    param: str
+    holder: int
+    start: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Gradients to owners and directions back, for one data group.
+
+    Attributes:
+        owners: Owner of each layer.
+        segments: All slices of sharded layers; those of replicated ones are everywhere.
+        replicated: Layers whose gradient every rank holds.
+        numels: Elements of each layer's flat gradient.
+        size: Ranks in the group.
+    """
+
+    owners: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    replicated: frozenset[int]
+    numels: tuple[int, ...]
+    size: int
+
+    def owned(self, rank: int) -> list[int]:
+        """Layers owned by a rank, in table order."""
+        return [layer for layer, owner in enumerate(self.owners) if owner == rank]
+
+    def local(self, rank: int) -> list[Segment]:
+        """Slices a rank holds of its own layers: they never travel."""
+        return [s for s in self.segments if s.holder == rank == self.owners[s.layer]]
+
+    def outgoing(self, rank: int) -> list[list[Segment]]:
+        """Per owner, the slices this rank sends it, in table order."""
+        parts: list[list[Segment]] = [[] for _ in range(self.size)]
+        for segment in self.segments:
+            owner = self.owners[segment.layer]
+            if segment.holder == rank != owner:
+                parts[owner].append(segment)
+        return parts
+
+    def incoming(self, rank: int) -> list[list[Segment]]:
+        """Per holder, the slices this rank receives as owner, in table order."""
+        parts: list[list[Segment]] = [[] for _ in range(self.size)]
+        for segment in self.segments:
+            if self.owners[segment.layer] == rank != segment.holder:
+                parts[segment.holder].append(segment)
+        return parts
+
+    @property
+    def moves_shards(self) -> bool:
+        """Whether any sharded slice is not at its owner: otherwise there is no all-to-all."""
+        return any(s.holder != self.owners[s.layer] for s in self.segments)
+
+    def shared_numel(self, rank: int) -> int:
+        """Elements of replicated layers whose direction this rank computes for everybody."""
+        return sum(self.numels[layer] for layer in self.owned(rank) if layer in self.replicated)
+
+    @property
+    def gather_numel(self) -> int:
+        """Elements each rank contributes to the all-gather of replicated layers (padded)."""
+        if self.size == 1:
+            return 0
+        return max(self.shared_numel(rank) for rank in range(self.size))
+
+    def sent_numel(self, rank: int) -> tuple[int, int]:
+        """Elements a rank sends per step: gradients to owners, directions from owners."""
+        out = sum(s.numel for part in self.outgoing(rank) for s in part)
+        back = sum(s.numel for part in self.incoming(rank) for s in part)
+        return out, back + self.gather_numel * (self.size - 1)
+
+
+@dataclass(frozen=True)
+class ReduceItem:
+    """One packed block, or a layer's counts, in a reduction round.
+
+    Attributes:
+        layer: Index of the layer.
+        side: ``"a"``, ``"g"`` or ``"counts"``.
+        block: Index of the block on that side.
+        numel: Elements.
+        offset: Position in the owner's part of the round's buffer.
+    """
+
+    layer: int
+    side: str
+    block: int
+    numel: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class ReduceRound:
+    """One reduce-scatter: per owner its items, all parts padded to ``part_numel``."""
+
+    items: tuple[tuple[ReduceItem, ...], ...]
+    part_numel: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """Everything that moves in one data group."""
+
+    exchange: Exchange
+    rounds: tuple[ReduceRound, ...]
+
+    def fingerprint(self) -> str:
+        """Hash compared between ranks at attach."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+
+def build(
+    specs: Sequence[LayerSpec], layouts: Mapping[str, Layout], owners: Sequence[int], *, size: int
+) -> Program:
+    """Derive the program of a data group.
+
+    Args:
+        specs: Layers.
+        layouts: Gradient layout of every parameter, by name.
+        owners: Owner of each layer.
+        size: Ranks in the group.
+    """
+    segments, replicated = [], set()
+    for layer, spec in enumerate(specs):
+        for slot in spec.slots:
+            layout = layouts[slot.name]
+            if layout.replicated:
+                replicated.add(layer)
+            for piece in layout.pieces:
+                start = slot.offset + piece.start
+                segments.append(
+                    Segment(layer, slot.name, piece.rank, start, piece.start, piece.numel)
+                )
+    exchange = Exchange(
+        tuple(owners), tuple(segments), frozenset(replicated), tuple(s.numel for s in specs), size
+    )
+    return Program(exchange, _rounds(specs, owners, size))
+
+
+def _rounds(
+    specs: Sequence[LayerSpec], owners: Sequence[int], size: int
+) -> tuple[ReduceRound, ...]:
+    """Cut every owner's packed factors into rounds of a bounded buffer."""
+    limit = max(1, REDUCE_BUFFER_NUMEL // size)
+    parts: list[list[list[ReduceItem]]] = []  # [round][owner] -> items
+    for owner in range(size):
+        current, used = 0, 0
+        for layer, side, block, numel in _reduce_order(specs, owners, owner):
+            if used and used + numel > limit:
+                current, used = current + 1, 0
+            while len(parts) <= current:
+                parts.append([[] for _ in range(size)])
+            parts[current][owner].append(ReduceItem(layer, side, block, numel, used))
+            used += numel
+    return tuple(
+        ReduceRound(
+            tuple(tuple(items) for items in part),
+            max(sum(item.numel for item in items) for items in part),
+        )
+        for part in parts
+    )
+
+
+def _reduce_order(
+    specs: Sequence[LayerSpec], owners: Sequence[int], owner: int
+) -> list[tuple[int, str, int, int]]:
+    order = []
+    for layer, spec in enumerate(specs):
+        if owners[layer] != owner:
+            continue
+        for side, blocks in (("a", spec.a_blocks), ("g", spec.g_blocks)):
+            order += [(layer, side, i, packed_numel(b.size)) for i, b in enumerate(blocks)]
+        order.append((layer, "counts", 0, COUNTS_PER_LAYER))
+    return order

@@ -1,0 +1,526 @@
+"""The order of a step. No other file knows it.
+
+One optimizer step, seen from here (collectives in brackets):
+
+1. vote on health: a bad step is dropped on every rank, a pending error raised on every
+   rank [1 integer all-reduce];
+2. norm of the raw gradient, which the host's clipping threshold refers to
+   [1 scalar all-reduce when gradients are sharded];
+3. if statistics are due: packed sums to their owners [1 reduce-scatter per bucket], folded
+   into averages; if due: bases recomputed by their owners;
+4. gradients to owners [1 all-to-all, or nothing where owners hold them];
+5. directions, scaled by the KL clip of the whole model [1 scalar all-reduce];
+6. directions back [1 all-to-all or all-gather], written where the host keeps its gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ds_kfac import schedules
+from ds_kfac.capture.hooks import install
+from ds_kfac.capture.session import CaptureSession, Pending
+from ds_kfac.comm.communicator import Communicator
+from ds_kfac.comm.ledger import Ledger
+from ds_kfac.comm.run import GradientExchange, planned_factor_bytes, reduce_factors
+from ds_kfac.comm.vote import Verdict, agree, health, raise_everywhere
+from ds_kfac.config import KFACConfig
+from ds_kfac.direct import DirectionSettings, direction
+from ds_kfac.errors import ConfigError, NumericalError, StateError, nearest
+from ds_kfac.layers.discover import discover
+from ds_kfac.layers.matrixview import to_flat_, to_matrix
+from ds_kfac.layers.spec import LayerTable
+from ds_kfac.math.directions import kl_scale
+from ds_kfac.math.packing import pack_upper
+from ds_kfac.plan import cost
+from ds_kfac.plan.placement import place
+from ds_kfac.plan.program import Program, ReduceItem, build
+from ds_kfac.refresh import RefreshSettings, fold, refresh
+from ds_kfac.state import LayerState
+from ds_kfac.telemetry.table import layer_table
+
+if TYPE_CHECKING:
+    from ds_kfac.hosts.base import Gradients, Host
+
+logger = logging.getLogger(__name__)
+
+OWN_MOMENTUM = ("orthogonal", "eigen_adam")
+DEFAULT_MOMENTUM = 0.95
+
+
+@dataclass
+class Counters:
+    """Host-side counts since attach.
+
+    Attributes:
+        steps: Steps applied; the argument of every schedule.
+        skipped: Steps dropped because of non-finite numbers.
+        captures: Steps whose statistics were folded.
+        refreshes: Steps in which bases were recomputed.
+        decompositions: Blocks this rank decomposed.
+        preconditions: Times directions were computed.
+    """
+
+    steps: int = 0
+    skipped: int = 0
+    captures: int = 0
+    refreshes: int = 0
+    decompositions: int = 0
+    preconditions: int = 0
+
+
+class KFAC:
+    """K-FAC attached to a host: ``engine.kfac``, or the result of ``ds_kfac.attach``.
+
+    Args:
+        host: The framework's adapter.
+        config: Settings.
+        own_optimizer: The base optimizer is ds_kfac's own, which has no momentum: the
+            preconditioner averages the gradient for every direction.
+
+    Raises:
+        CoverageError: The model has nothing to precondition.
+        DistributedError: Ranks disagree on model or configuration.
+    """
+
+    def __init__(self, host: Host, config: KFACConfig, *, own_optimizer: bool = False) -> None:
+        self.config = config
+        self.counters = Counters()
+        self._host = host
+        self._ledger = Ledger()
+        self._data = Communicator(host.groups.data, self._ledger)
+        self._model = Communicator(host.groups.model or host.groups.data, self._ledger)
+        self._momentum = _resolve_momentum(config, own_optimizer)
+        self._grad_norm: Tensor | None = None
+        self._kl_scale: Tensor | None = None
+        self._error: Exception | None = None
+        self._on_detach: list[Callable[[], None]] = []
+        self._layers = self._discover()
+        self._agree()
+        parameters = dict(host.model.named_parameters())
+        sample = parameters[self._layers.layers[0].weight.name]
+        self._device = sample.device
+        self._dtype = torch.float64 if sample.dtype == torch.float64 else torch.float32
+        self._program = self._build_program()
+        self._exchange = GradientExchange(
+            self._program.exchange,
+            self._data,
+            wire_dtype=sample.dtype,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        specs = self._layers.layers
+        self._states = {
+            layer: LayerState.zeros(specs[layer], self._device, self._dtype)
+            for layer in self._exchange.owned
+        }
+        self._session = CaptureSession(
+            {spec.name: spec for spec in specs}, config.weight_sharing, self._dtype
+        )
+        self._handles = install(host.model, self._session, output_scale=host.output_scale)
+        self._begin_step()
+
+    # ------------------------------------------------------------------ for users
+
+    @property
+    def layers(self) -> LayerTable:
+        """The layers and what was left out."""
+        return self._layers
+
+    @property
+    def owners(self) -> dict[str, int]:
+        """Owning data rank of each layer, by name."""
+        owners = self._program.exchange.owners
+        return {spec.name: owner for spec, owner in zip(self._layers.layers, owners, strict=True)}
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """0-d, norm of the last step's raw gradient over the whole model."""
+        return self._grad_norm
+
+    def table(self) -> str:
+        """Printable table: name, kind, dims, blocks and owner, or the reason for being left out."""
+        return layer_table(self._layers, self._program.exchange.owners)
+
+    def coverage(self) -> str:
+        """One line: what is preconditioned and what is not."""
+        return self._layers.coverage()
+
+    def metrics(self) -> dict[str, float]:
+        """Current counts and values of this rank, as floats (synchronises with the device)."""
+        values = {name: float(value) for name, value in vars(self.counters).items()}
+        values["damping"] = schedules.value_at(self.config.resolved_damping, self.counters.steps)
+        for name, tensor in (("grad_norm", self._grad_norm), ("kl_scale", self._kl_scale)):
+            if tensor is not None:
+                values[name] = float(tensor)
+        states = self._states.values()
+        values["fallbacks"] = float(sum(int(state.fallbacks) for state in states))
+        values["failing_blocks"] = float(
+            sum(count > 0 for state in states for _, side in state.sides() for count in side.failures)
+        )
+        return values
+
+    def ledger(self) -> dict[str, Any]:
+        """Bytes and calls by kind on this rank since the last reset, and the plan's prediction."""
+        return self._ledger.report()
+
+    def reset_ledger(self) -> None:
+        """Start counting traffic anew."""
+        self._ledger.reset()
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        """A layer's current factors, on every rank. A collective: all ranks call it.
+
+        Args:
+            name: Layer name as in :meth:`table`.
+
+        Returns:
+            ``A [columns, columns]`` and ``G [d_out, d_out]``, full and symmetric; zeros before
+            the first capture.
+
+        Raises:
+            StateError: The layer is not preconditioned (E310).
+        """
+        names = [spec.name for spec in self._layers.layers]
+        if name not in names:
+            raise StateError(
+                "E310", f"no preconditioned layer {name!r};{nearest(name, names)} See kfac.table()"
+            )
+        layer = names.index(name)
+        spec = self._layers.layers[layer]
+        owner = self._program.exchange.owners[layer]
+        both = []
+        for side, size in (("a", spec.columns), ("g", spec.d_out)):
+            if owner == self._data.rank:
+                factor = dict(self._states[layer].sides())[side].dense().contiguous()
+            else:
+                factor = torch.empty(size, size, device=self._device, dtype=self._dtype)
+            both.append(self._data.broadcast_(factor, owner, "inspection"))
+        return both[0], both[1]
+
+    def detach(self) -> None:
+        """Remove every hook and wrapper; the host trains on as if ds_kfac had never been there."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._session.active = False
+        self._session.discard()
+        for undo in reversed(self._on_detach):
+            undo()
+        self._on_detach = []
+
+    # ------------------------------------------------------------------ for hosts
+
+    def on_detach(self, undo: Callable[[], None]) -> None:
+        """Register what a host has to undo at :meth:`detach`."""
+        self._on_detach.append(undo)
+
+    def before_step(self) -> bool:
+        """Replace the host's gradients by directions.
+
+        Returns:
+            Whether the step is healthy. If not, nothing was touched: the host sees its bad
+            gradients and has to skip the step.
+
+        Raises:
+            KFACError: Any rank has a pending error; every rank raises the same.
+        """
+        gradients = self._host.gradients()
+        pending = self._session.drain()
+        norm = _norm(gradients.views.values(), self._device)
+        self._plan_all_reduce("vote", torch.empty(1, dtype=torch.int64))
+        verdict = health(self._model, self._finite(norm, pending), error=self._has_error())
+        if verdict is Verdict.ERROR:
+            raise_everywhere(self._model, self._take_error())
+        if verdict is Verdict.NONFINITE:
+            self._refuse_nonfinite()
+            return False
+        clip = self._clip_coefficient(norm, partial=gradients.partial)
+        self._update_curvature(pending)
+        del pending
+        self._replace_gradients(gradients, clip)
+        return True
+
+    def after_step(self, *, applied: bool) -> None:
+        """Close the step; the host says whether its optimizer was applied."""
+        if applied:
+            self.counters.steps += 1
+        else:
+            self.counters.skipped += 1
+        self._ledger.steps += 1
+        self._begin_step()
+
+    def discard_step(self) -> None:
+        """Forget what was captured: the host dropped the step before ds_kfac saw it."""
+        self.after_step(applied=False)
+
+    # ------------------------------------------------------------------ parts of a step
+
+    def _begin_step(self) -> None:
+        step = self.counters.steps
+        self._session.begin(
+            active=schedules.is_due(self.config.factor_update_steps, step),
+            fraction=schedules.value_at(self.config.factor_token_fraction, step),
+            step=step,
+        )
+
+    def _finite(self, norm: Tensor, pending: Mapping[str, Pending]) -> Tensor:
+        """Whether this rank's gradients and statistics are finite, 0-d bool.
+
+        A NaN or Inf anywhere in a row makes its square on the diagonal non-finite: traces
+        are enough.
+        """
+        traces = [
+            block.diagonal().sum() for sums in pending.values() for block in (*sums.a, *sums.g)
+        ]
+        if not traces:
+            return torch.isfinite(norm)
+        return torch.isfinite(norm) & torch.isfinite(torch.stack(traces)).all()
+
+    def _refuse_nonfinite(self) -> None:
+        step = self.counters.steps
+        if self.config.on_nonfinite == "raise":
+            raise NumericalError(
+                "E102",
+                f"step {step}: non-finite gradients or statistics on some rank. Set "
+                "kfac.on_nonfinite to 'skip' to drop such steps",
+            )
+        logger.warning(
+            "KFAC-W101 step %d: non-finite gradients or statistics on some rank; the step is "
+            "dropped on all ranks",
+            step,
+        )
+
+    def _clip_coefficient(self, norm: Tensor, *, partial: bool) -> Tensor | None:
+        threshold = self._host.clip_threshold()
+        if partial:
+            norm = self._model.sum_(norm.square(), "scalars").sqrt()
+            self._plan_all_reduce("scalars", norm)
+        self._grad_norm = norm / self._host.stored_scale()
+        if threshold <= 0:
+            return None
+        return (threshold / (self._grad_norm + 1e-6)).clamp(max=1.0)
+
+    def _update_curvature(self, pending: dict[str, Pending]) -> None:
+        step = self.counters.steps
+        if schedules.is_due(self.config.factor_update_steps, step):
+            sums = reduce_factors(
+                self._program.rounds,
+                self._data,
+                self._packer(pending),
+                dtype=self._dtype,
+                device=self._device,
+            )
+            self._ledger_plan_factors()
+            decay = schedules.value_at(self.config.factor_decay, step)
+            self._guard(lambda: fold(self._states, sums, decay=decay, step=step))
+            self.counters.captures += 1
+        if schedules.is_due(self.config.inv_update_steps, step):
+            self._guard(lambda: self._refresh(step))
+            self.counters.refreshes += 1
+
+    def _refresh(self, step: int) -> None:
+        settings = RefreshSettings(
+            solver=self.config.resolved_solver,
+            damping=schedules.value_at(self.config.resolved_damping, step),
+            absolute=self.config.damping_mode == "absolute",
+            per_factor=self.config.direction == "orthogonal",
+            max_failures=self.config.max_failures,
+            on_cpu=self.config.inverse_device == "cpu" and self._device.type != "cpu",
+        )
+        states = list(self._states.values())
+        self.counters.decompositions += refresh(states, settings, step=step)
+
+    def _replace_gradients(self, gradients: Gradients, clip: Tensor | None) -> None:
+        flats = self._exchange.to_owners(gradients.views)
+        directions, modelled_change = self._directions(flats, gradients, clip)
+        flats.clear()
+        scale = self._trust_scale(modelled_change)
+        if scale is not None:
+            for flat in directions.values():
+                flat.mul_(scale)
+        slices, shared = self._exchange.from_owners(directions)
+        for kind, planned in self._exchange.planned_bytes().items():
+            self._ledger.plan(kind, planned)
+        self._write(slices, shared, clip)
+        self.counters.preconditions += 1
+
+    def _directions(
+        self, flats: Mapping[int, Tensor], gradients: Gradients, clip: Tensor | None
+    ) -> tuple[dict[int, Tensor], Tensor]:
+        """Directions of the owned layers, flat, and this rank's modelled change."""
+        step = self.counters.steps
+        settings = DirectionSettings(
+            direction=self.config.direction,
+            damping=schedules.value_at(self.config.resolved_damping, step),
+            absolute=self.config.damping_mode == "absolute",
+            momentum=self._momentum,
+            betas=self.config.betas,
+            grafting=self.config.grafting,
+        )
+        rates = self._host.learning_rates() if self.config.uses_kl_clip else {}
+        stored = self._host.stored_scale()
+        total = torch.zeros((), device=self._device, dtype=torch.float64)
+        results: dict[int, Tensor] = {}
+        for layer, state in self._states.items():
+            g = self._matrix(layer, flats, gradients)
+            if stored != 1.0:
+                g = g / stored
+            if clip is not None:
+                g = g * clip.to(g.dtype)
+            d, change = direction(state, g, settings)
+            flat = torch.empty(state.spec.numel, device=self._device, dtype=self._dtype)
+            results[layer] = to_flat_(d if stored == 1.0 else d * stored, state.spec, flat)
+            total += change * rates.get(state.spec.weight.name, 1.0) ** 2
+        return results, total
+
+    def _matrix(self, layer: int, flats: Mapping[int, Tensor], gradients: Gradients) -> Tensor:
+        spec = self._layers.layers[layer]
+        flat = flats.get(layer)
+        if flat is None:  # replicated: the whole gradient is here already
+            parts = [
+                gradients.views.get(slot.name, _no_gradient(slot.numel, self._device))
+                for slot in spec.slots
+            ]
+            flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return to_matrix(flat, spec, dtype=self._dtype)
+
+    def _trust_scale(self, modelled_change: Tensor) -> Tensor | None:
+        """KL clip of the whole model: one scalar, reduced over all ranks that share it."""
+        if not self.config.uses_kl_clip or self.config.kl_clip is None:
+            return None
+        total = self._model.sum_(modelled_change, "scalars")
+        self._plan_all_reduce("scalars", total)
+        clip = schedules.value_at(self.config.kl_clip, self.counters.steps)
+        self._kl_scale = kl_scale(total, clip)
+        return self._kl_scale
+
+    def _write(
+        self,
+        slices: list[tuple[Any, Tensor]],
+        shared: Mapping[int, Tensor],
+        clip: Tensor | None,
+    ) -> None:
+        views = self._host.writable()
+        specs = self._layers.layers
+        ours = {slot.name for spec in specs for slot in spec.slots}
+        for segment, values in slices:
+            if segment.param in views:
+                views[segment.param][: segment.numel].copy_(values)
+        for layer, flat in shared.items():
+            for slot in specs[layer].slots:
+                if slot.name in views:
+                    views[slot.name].copy_(flat[slot.offset : slot.offset + slot.numel])
+        others = [view for name, view in views.items() if name not in ours]
+        if clip is not None and others:
+            torch._foreach_mul_(others, clip.to(others[0].dtype))
+        self._host.after_write()
+
+    # ------------------------------------------------------------------ helpers
+
+    def _packer(self, pending: Mapping[str, Pending]) -> Callable[[ReduceItem, Tensor], None]:
+        specs = self._layers.layers
+
+        def pack(item: ReduceItem, out: Tensor) -> None:
+            sums = pending.get(specs[item.layer].name)
+            if sums is None:
+                return
+            if item.side == "counts":
+                out.copy_(torch.tensor(sums.counts(), dtype=out.dtype))
+            else:
+                pack_upper((sums.a if item.side == "a" else sums.g)[item.block], out)
+
+        return pack
+
+    def _discover(self) -> LayerTable:
+        """Find the layers; a rank that cannot makes all ranks raise."""
+        table: LayerTable | None = None
+        error: Exception | None = None
+        try:
+            table = discover(self._host.model, self.config)
+        except Exception as caught:
+            error = caught
+        raise_everywhere(self._model, error)
+        assert table is not None
+        return table
+
+    def _agree(self) -> None:
+        agree(self._data, "the set of layers", self._layers.fingerprint())
+        agree(self._model, "the kfac configuration", self.config.model_dump_json())
+
+    def _build_program(self) -> Program:
+        specs = self._layers.layers
+        layouts = self._host.layouts([slot.name for spec in specs for slot in spec.slots])
+        interval = schedules.interval_at(self.config.inv_update_steps, 0)
+        costs = [
+            cost.step_flops(
+                spec,
+                direction=self.config.direction,
+                solver=self.config.resolved_solver,
+                refresh_interval=interval,
+            )
+            for spec in specs
+        ]
+        size = self._data.size
+        owners = place(specs, costs, layouts, size=size, strategy=self.config.strategy)
+        program = build(specs, layouts, owners, size=size)
+        agree(self._data, "the communication program", program.fingerprint())
+        return program
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        """Run local work between collectives; its error waits for the next vote."""
+        try:
+            work()
+        except Exception as error:
+            self._error = self._error or error
+
+    def _has_error(self) -> bool:
+        return (self._error or self._session.error) is not None
+
+    def _take_error(self) -> Exception | None:
+        error = self._error or self._session.error
+        self._error = self._session.error = None
+        return error
+
+    def _plan_all_reduce(self, kind: str, values: Tensor) -> None:
+        size = self._model.size
+        if size > 1:
+            share = values.numel() * values.element_size() * (size - 1)
+            self._ledger.plan(kind, 2 * share // size)
+
+    def _ledger_plan_factors(self) -> None:
+        size = self._data.size
+        if size > 1:
+            itemsize = torch.empty(0, dtype=self._dtype).element_size()
+            planned = planned_factor_bytes(self._program.rounds, size, itemsize)
+            self._ledger.plan("factors", planned)
+
+
+def _resolve_momentum(config: KFACConfig, own_optimizer: bool) -> float:
+    if config.momentum is not None:
+        return float(config.momentum)
+    averages = own_optimizer or config.direction in OWN_MOMENTUM
+    return DEFAULT_MOMENTUM if averages else 0.0
+
+
+def _norm(views: Any, device: torch.device) -> Tensor:
+    """Norm of all views, 0-d fp64; non-finite if any element is."""
+    tensors = list(views)
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    norms = torch._foreach_norm(tensors, 2, dtype=wide)
+    return torch.stack(norms).double().norm()
+
+
+def _no_gradient(numel: int, device: torch.device) -> Tensor:
+    return torch.zeros(numel, device=device)
+
+
+__all__ = ["KFAC", "ConfigError", "Counters"]

@@ -1,0 +1,268 @@
+"""Owner's work on curvature: fold new statistics into averages, recompute bases."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_kfac.errors import NumericalError
+from ds_kfac.math.directions import move_second_moment
+from ds_kfac.math.solvers import damped_inverses, eigen_bases
+from ds_kfac.plan.program import ReduceItem
+from ds_kfac.state import BlockBasis, LayerState, Side
+
+logger = logging.getLogger(__name__)
+
+BATCH_NUMEL = 1 << 26
+"""Elements decomposed in one batch: bounds the transient memory of a refresh."""
+
+
+@dataclass(frozen=True)
+class RefreshSettings:
+    """Numbers in force at a refresh.
+
+    Attributes:
+        solver: ``eigen`` or ``cholesky``.
+        damping: Relative to the mean eigenvalue unless ``absolute``.
+        absolute: See ``damping``.
+        per_factor: Each factor gets the whole damping (``orthogonal``); otherwise it is
+            split between the two so that their product carries it once.
+        max_failures: Consecutive failures of a block that are tolerated.
+        on_cpu: Decompose on the host processor.
+    """
+
+    solver: str
+    damping: float
+    absolute: bool
+    per_factor: bool
+    max_failures: int
+    on_cpu: bool
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One block to decompose."""
+
+    state: LayerState
+    name: str
+    side: Side
+    index: int
+    shift: Tensor
+    matrix: Tensor
+
+    @property
+    def label(self) -> str:
+        return f"layer {self.state.spec.name}, factor {self.name.upper()}, block {self.index}"
+
+
+def fold(
+    states: dict[int, LayerState],
+    sums: Iterable[tuple[ReduceItem, Tensor]],
+    *,
+    decay: float,
+    step: int,
+) -> None:
+    """Add one step's reduced sums to the owner's averages.
+
+    ``A = sum a a^T / rows`` and ``G = terms * sum gamma gamma^T``, both weighted by their
+    counts. A layer that saw nothing is left as it was: its average must not decay to
+    nothing while an expert is starved.
+
+    Args:
+        states: Owned layers by index.
+        sums: Packed sums and counts from :func:`ds_kfac.comm.run.reduce_factors`.
+        decay: Decay of the average per applied step.
+        step: Applied-step counter.
+    """
+    items: dict[int, dict[tuple[str, int], Tensor]] = defaultdict(dict)
+    for item, tensor in sums:
+        items[item.layer][item.side, item.block] = tensor
+    for layer, parts in items.items():
+        state = states[layer]
+        used, seen, terms = parts["counts", 0].double().unbind()
+        elapsed = 0 if state.folded_at < 0 else step - state.folded_at
+        rho = torch.where(used > 0, decay**elapsed, 1.0)
+        # Subsampled rows stand for all rows; terms^2 turns gradients of the mean into
+        # gradients per term and weights the batch by its terms.
+        g_scale = terms * terms * torch.where(used > 0, seen / used.clamp(min=1.0), 0.0)
+        for name, side in state.sides():
+            scale, weight = (1.0, used) if name == "a" else (g_scale, terms)
+            for index, average in enumerate(side.averages):
+                average.decay_(rho)
+                average.add_(parts[name, index] * scale, weight)
+        state.folded_at = step
+
+
+def refresh(states: Sequence[LayerState], settings: RefreshSettings, *, step: int) -> int:
+    """Recompute the bases of all blocks, batched over equal sizes.
+
+    A block whose decomposition fails keeps its last good basis; failures are counted.
+
+    Args:
+        states: Owned layers.
+        settings: Numbers in force.
+        step: Applied-step counter.
+
+    Returns:
+        Number of blocks decomposed.
+
+    Raises:
+        NumericalError: A block failed more often in a row than tolerated (E110).
+    """
+    old = {id(state): (list(state.a.bases), list(state.g.bases)) for state in states}
+    by_size: dict[int, list[_Job]] = defaultdict(list)
+    for state in states:
+        for job in _jobs(state, settings):
+            by_size[job.matrix.shape[0]].append(job)
+    for size, jobs in by_size.items():
+        chunk = max(1, BATCH_NUMEL // (size * size))
+        for start in range(0, len(jobs), chunk):
+            _decompose(jobs[start : start + chunk], settings)
+    for state in states:
+        state.refreshed_at = step
+        _carry_second_moment(state, *old[id(state)])
+    _raise_if_hopeless(states, settings.max_failures)
+    return sum(len(jobs) for jobs in by_size.values())
+
+
+def _jobs(state: LayerState, settings: RefreshSettings) -> list[_Job]:
+    matrices = {
+        name: [side.block_value(i) for i in range(len(side.blocks))]
+        for name, side in state.sides()
+    }
+    shifts = _shifts(matrices, settings)
+    return [
+        _Job(state, name, side, index, shifts[name][index], matrix)
+        for name, side in state.sides()
+        for index, matrix in enumerate(matrices[name])
+    ]
+
+
+def _shifts(
+    matrices: dict[str, list[Tensor]], settings: RefreshSettings
+) -> dict[str, list[Tensor]]:
+    """What is added to each block's diagonal before it is inverted.
+
+    Relative damping r split over both factors is sqrt(r) times each block's own mean
+    eigenvalue; absolute damping is split by pi, the square root of the ratio of the two
+    factors' means (Martens & Grosse 2015, section 6.3).
+    """
+    means = {name: [m.diagonal().mean() for m in blocks] for name, blocks in matrices.items()}
+    damping = settings.damping
+    if settings.per_factor:
+        return {
+            name: [torch.full_like(m, damping) if settings.absolute else m * damping for m in side]
+            for name, side in means.items()
+        }
+    if not settings.absolute:
+        root = math.sqrt(damping)
+        return {name: [m * root for m in side] for name, side in means.items()}
+    whole = {
+        name: torch.stack([m.trace() for m in side]).sum() / sum(m.shape[0] for m in side)
+        for name, side in matrices.items()
+    }
+    alive = (whole["a"] > 0) & (whole["g"] > 0)
+    one = torch.ones_like(whole["a"])
+    pi = torch.where(alive, whole["a"] / torch.where(alive, whole["g"], one), one).sqrt()
+    root = math.sqrt(damping)
+    return {
+        "a": [pi * root for _ in matrices["a"]],
+        "g": [root / pi for _ in matrices["g"]],
+    }
+
+
+def _decompose(jobs: Sequence[_Job], settings: RefreshSettings) -> None:
+    factors = torch.stack([job.matrix for job in jobs])
+    device = factors.device
+    shift = torch.stack([job.shift for job in jobs])
+    if settings.on_cpu:
+        factors, shift = factors.cpu(), shift.cpu()
+    bases, ok, reasons = _solve(factors, shift, settings.solver)
+    for job, basis, good, reason in zip(jobs, bases, ok.tolist(), reasons, strict=True):
+        if good:
+            job.side.bases[job.index] = _to(basis, device)
+            job.side.failures[job.index] = 0
+            continue
+        job.side.failures[job.index] += 1
+        logger.warning(
+            "KFAC-W110 %s: decomposition failed (%d in a row): %s; the last good basis stays",
+            job.label,
+            job.side.failures[job.index],
+            reason,
+        )
+
+
+def _solve(
+    factors: Tensor, shift: Tensor, solver: str
+) -> tuple[list[BlockBasis], Tensor, list[str]]:
+    if solver == "eigen":
+        eigen, ok, reasons = eigen_bases(factors)
+        bases = [
+            BlockBasis(mean, vectors=vectors, values=values)
+            for mean, vectors, values in zip(eigen.mean, eigen.vectors, eigen.values, strict=True)
+        ]
+        return bases, ok, reasons
+    inverses, ok, reasons = damped_inverses(factors, shift)
+    means = factors.diagonal(dim1=-2, dim2=-1).mean(dim=-1)
+    means = torch.where(means > 0, means, torch.ones_like(means))
+    bases = [
+        BlockBasis(mean, inverse=inverse)
+        for mean, inverse in zip(means, inverses.inverse, strict=True)
+    ]
+    return bases, ok, reasons
+
+
+def _to(basis: BlockBasis, device: torch.device) -> BlockBasis:
+    """A basis on the compute device, its tensors independent of the batch they came from."""
+
+    def own(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(device, copy=True)
+
+    mean = own(basis.mean)
+    assert mean is not None
+    return BlockBasis(mean, own(basis.vectors), own(basis.values), own(basis.inverse))
+
+
+def _carry_second_moment(
+    state: LayerState, old_a: list[BlockBasis | None], old_g: list[BlockBasis | None]
+) -> None:
+    """Move second moments into the new eigenbasis, tile by tile."""
+    second = state.moments.get("second")
+    if second is None:
+        return
+    for rows, new_g, was_g in zip(state.g.blocks, state.g.bases, old_g, strict=True):
+        for columns, new_a, was_a in zip(state.a.blocks, state.a.bases, old_a, strict=True):
+            tile = second[rows.start : rows.end, columns.start : columns.end]
+            tile.copy_(
+                move_second_moment(tile, _rotation(new_g, was_g, tile), _rotation(new_a, was_a, tile))
+                if not (new_g is was_g and new_a is was_a)
+                else tile
+            )
+
+
+def _rotation(new: BlockBasis | None, old: BlockBasis | None, like: Tensor) -> Tensor:
+    """``Q_new^T Q_old``; a missing basis is the identity."""
+    if new is None or new.vectors is None:
+        raise AssertionError("second moments exist only in an eigenbasis")
+    if old is None or old.vectors is None:
+        return new.vectors.mT
+    return new.vectors.mT @ old.vectors
+
+
+def _raise_if_hopeless(states: Sequence[LayerState], max_failures: int) -> None:
+    for state in states:
+        for name, side in state.sides():
+            worst = max(side.failures)
+            if worst > max_failures:
+                raise NumericalError(
+                    "E110",
+                    f"layer {state.spec.name}: the decomposition of factor {name.upper()} failed "
+                    f"{worst} times in a row (max_failures={max_failures}). Raise kfac.damping, or "
+                    f"exclude the layer with kfac.skip_layers",
+                )

@@ -1,0 +1,142 @@
+"""Schedules: a number as a pure function of the applied-step counter.
+
+Every rank evaluates the same function of the same integer, so no communication is
+needed to agree on a value, and a resumed run continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, model_validator
+
+Number = Annotated[
+    StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)], Field(union_mode="left_to_right")
+]
+
+
+class _Schedule(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LinearSchedule(_Schedule):
+    """Straight line from ``start`` to ``end`` over ``steps`` applied steps, constant outside."""
+
+    type: Literal["linear"]
+    start: Number
+    end: Number
+    steps: Annotated[StrictInt, Field(ge=1)]
+    begin: Annotated[StrictInt, Field(ge=0)] = 0
+
+    def value(self, step: int) -> float:
+        """Value at an applied step."""
+        return self.start + (self.end - self.start) * _progress(step, self.begin, self.steps)
+
+    def extremes(self) -> tuple[float, float]:
+        """Smallest and largest value the schedule ever takes."""
+        return min(self.start, self.end), max(self.start, self.end)
+
+
+class CosineSchedule(_Schedule):
+    """Half a cosine from ``start`` to ``end`` over ``steps`` applied steps, constant outside."""
+
+    type: Literal["cosine"]
+    start: Number
+    end: Number
+    steps: Annotated[StrictInt, Field(ge=1)]
+    begin: Annotated[StrictInt, Field(ge=0)] = 0
+
+    def value(self, step: int) -> float:
+        """Value at an applied step."""
+        share = 0.5 * (1.0 - math.cos(math.pi * _progress(step, self.begin, self.steps)))
+        return self.start + (self.end - self.start) * share
+
+    def extremes(self) -> tuple[float, float]:
+        """Smallest and largest value the schedule ever takes."""
+        return min(self.start, self.end), max(self.start, self.end)
+
+
+class ExponentialSchedule(_Schedule):
+    """``start * rate ** (step / every)``, never past ``end`` when that is given."""
+
+    type: Literal["exponential"]
+    start: Number
+    rate: Annotated[Number, Field(gt=0)]
+    every: Annotated[StrictInt, Field(ge=1)] = 1
+    end: Number | None = None
+
+    def value(self, step: int) -> float:
+        """Value at an applied step."""
+        # The exponent is bounded so that a run of any length stays inside the float range.
+        exponent = max(-700.0, min(700.0, step / self.every * math.log(self.rate)))
+        value = self.start * math.exp(exponent)
+        if self.end is None:
+            return value
+        return max(value, self.end) if self.end <= self.start else min(value, self.end)
+
+    def extremes(self) -> tuple[float, float]:
+        """Smallest and largest value the schedule ever takes."""
+        if self.end is not None:
+            return min(self.start, self.end), max(self.start, self.end)
+        limit = self.start * math.exp(-700.0) if self.rate <= 1 else math.inf
+        return min(self.start, limit), max(self.start, limit)
+
+
+class StepsSchedule(_Schedule):
+    """Piecewise constant: ``values[i]`` until applied step ``boundaries[i]`` is reached."""
+
+    type: Literal["steps"]
+    values: Annotated[tuple[Number, ...], Field(min_length=1)]
+    boundaries: tuple[Annotated[StrictInt, Field(ge=1)], ...]
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> StepsSchedule:
+        if len(self.values) != len(self.boundaries) + 1:
+            raise ValueError(
+                f"needs one value more than boundaries, got {len(self.values)} values and "
+                f"{len(self.boundaries)} boundaries"
+            )
+        if list(self.boundaries) != sorted(set(self.boundaries)):
+            raise ValueError(f"boundaries must increase, got {list(self.boundaries)}")
+        return self
+
+    def value(self, step: int) -> float:
+        """Value at an applied step."""
+        return self.values[sum(step >= boundary for boundary in self.boundaries)]
+
+    def extremes(self) -> tuple[float, float]:
+        """Smallest and largest value the schedule ever takes."""
+        return min(self.values), max(self.values)
+
+
+Schedule = Annotated[
+    LinearSchedule | CosineSchedule | ExponentialSchedule | StepsSchedule,
+    Field(discriminator="type"),
+]
+Scheduled = Number | Schedule
+"""A number, or a schedule of numbers over applied steps."""
+
+
+def value_at(spec: Any, step: int) -> float:
+    """Evaluate a number or schedule at an applied step."""
+    return float(spec) if isinstance(spec, int | float) else float(spec.value(step))
+
+
+def interval_at(spec: Any, step: int) -> int:
+    """Evaluate an interval (whole steps, at least 1) at an applied step."""
+    return max(1, round(value_at(spec, step)))
+
+
+def is_due(spec: Any, step: int) -> bool:
+    """Whether work with this interval is due at an applied step (always due at step 0)."""
+    return step % interval_at(spec, step) == 0
+
+
+def extremes(spec: Any) -> tuple[float, float]:
+    """Smallest and largest value of a number or schedule."""
+    return (float(spec), float(spec)) if isinstance(spec, int | float) else spec.extremes()
+
+
+def _progress(step: int, begin: int, steps: int) -> float:
+    return min(1.0, max(0.0, (step - begin) / steps))

@@ -1,0 +1,1 @@
+"""What users read: the layer table, metrics and log lines."""
