@@ -35,9 +35,7 @@ def debias(average: Tensor, beta: Scalar, t: int | Tensor) -> Tensor:
     return average / _bias_correction(beta, t)
 
 
-def natural_eigen(
-    m: Tensor, qg: Tensor, dg: Tensor, qa: Tensor, da: Tensor, lam: Scalar
-) -> Tensor:
+def natural_eigen(m: Tensor, qg: Tensor, dg: Tensor, qa: Tensor, da: Tensor, lam: Scalar) -> Tensor:
     """Natural direction in the eigenbasis, ``Qg [(Qg^T m Qa) / (dg da^T + lam)] Qa^T``.
 
     Args:

@@ -269,8 +269,9 @@ def _eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
         return values, vectors
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         if matrices.shape[0] == 1:
-            return torch.full_like(matrices[..., 0], torch.nan), torch.full_like(matrices,
-            torch.nan)
+            return torch.full_like(matrices[..., 0], torch.nan), torch.full_like(
+                matrices, torch.nan
+            )
     # One bad element discards the batched result of all the others.
     singles = [_eigh(matrices[i : i + 1]) for i in range(matrices.shape[0])]
     return torch.cat([s[0] for s in singles]), torch.cat([s[1] for s in singles])

@@ -99,3 +99,11 @@ def test_state_is_two_plain_tensors() -> None:
     assert isinstance(average.weight, Tensor) and average.weight.shape == ()
     copy = WeightedAverage(average.total.clone(), average.weight.clone())
     assert torch.equal(copy.value(), average.value())
+
+
+def test_nothing_is_read_back_to_the_host() -> None:
+    """Meta tensors have no values: any item(), bool() or float() on one raises."""
+    average = WeightedAverage.zeros(3, "meta")
+    average.decay_(0.5)
+    average.add_(torch.empty(3, 3, device="meta"), torch.empty((), device="meta"))
+    assert average.value().shape == (3, 3)

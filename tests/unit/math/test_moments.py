@@ -36,7 +36,9 @@ def full(total: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("rows_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "rows_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+)
 @pytest.mark.parametrize(("t", "n"), [(1, 1), (5, 3), (64, 17)])
 def test_add_outer_equals_the_loop(
     dtype: torch.dtype, rows_dtype: torch.dtype, t: int, n: int
@@ -189,3 +191,10 @@ def test_blocks_that_do_not_fit_are_refused(
     totals = [torch.zeros(shape) for shape in shapes]
     with pytest.raises(ValueError, match="rows|last block"):
         add_outer_blocks_(totals, torch.ones(2, width), bounds=bounds, bias=bias)
+
+
+def test_nothing_is_read_back_to_the_host() -> None:
+    """Meta tensors have no values: any item(), bool() or float() on one raises."""
+    rows, alpha = torch.empty(9, 1030, device="meta"), torch.empty((), device="meta")
+    totals = [torch.empty(k, k, device="meta") for k in (4, 1027)]
+    add_outer_blocks_(totals, rows, bounds=[(0, 4), (4, 1030)], bias=True, alpha=alpha)

@@ -123,8 +123,8 @@ def test_eigenvalues_above_the_largest_float_saturate() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("n", [5, 8])
 def test_non_finite_input_is_refused(n: int, bad: float, place: tuple[int, int]) -> None:
-    """eigh of a matrix with NaN returned NaN without an exception (n = 8), raised (n = 5), and with a
-    NaN only above the diagonal returned finite, wrong numbers."""
+    """eigh of a matrix with NaN returned NaN without an exception (n = 8), raised (n = 5), and
+    with a NaN only above the diagonal returned finite, wrong numbers."""
     broken = factor(n).float()
     broken[place[0] % n, place[1] % n] = bad
     basis, ok, notes = eigen_bases(broken[None])
@@ -391,9 +391,7 @@ def test_a_healthy_batch_is_read_by_the_host_once(monkeypatch: pytest.MonkeyPatc
         ((1, 4, 4), torch.float16, "float32 or float64"),
     ],
 )
-def test_wrong_arguments_are_refused(
-    shape: tuple[int, ...], dtype: torch.dtype, text: str
-) -> None:
+def test_wrong_arguments_are_refused(shape: tuple[int, ...], dtype: torch.dtype, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         eigen_bases(torch.zeros(shape, dtype=dtype))
     with pytest.raises(ValueError, match=text):
