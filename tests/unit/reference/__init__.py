@@ -1,0 +1,1 @@
+"""Checks of the references themselves, by hand and by identity."""
