@@ -443,7 +443,9 @@ class KFAC:
         table: LayerTable | None = None
         error: Exception | None = None
         try:
-            table = discover(self._host.model, self.config)
+            table = discover(
+                self._host.model, self.config, optimized=self._host.learning_rates().keys()
+            )
         except Exception as caught:
             error = caught
         raise_everywhere(self._model, error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -15,12 +15,15 @@ from ds_kfac.layers.kinds import LayerKind, kind_of
 from ds_kfac.layers.spec import LayerSpec, LayerTable, LeftOut, ParamSlot
 
 
-def discover(model: nn.Module, config: KFACConfig) -> LayerTable:
+def discover(
+    model: nn.Module, config: KFACConfig, *, optimized: Collection[str] | None = None
+) -> LayerTable:
     """Build the table of layers.
 
     Args:
         model: The bare model; names in the table are its module names.
         config: ``skip_layers``, ``fused_parts``, ``max_factor_dim`` and ``strict_layers`` count.
+        optimized: Names of the parameters that the base optimizer updates; None for all.
 
     Returns:
         The table, layers in the order of ``model.named_modules()``.
@@ -43,8 +46,11 @@ def discover(model: nn.Module, config: KFACConfig) -> LayerTable:
         kind = kind_of(module)
         reason = _reason_left_out(name, module, kind, config, uses, inside_attention)
         if reason is None and kind is not None:
-            layers.append(_spec(name, module, kind, config))
-            continue
+            spec = _spec(name, module, kind, config)
+            if optimized is None or all(slot.name in optimized for slot in spec.slots):
+                layers.append(spec)
+                continue
+            reason = "not among the optimizer's parameters"
         left_out.append(
             LeftOut(name, type(module).__name__, reason or "", sum(_numel(p) for p in own))
         )
