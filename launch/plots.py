@@ -1,5 +1,6 @@
 """One picture per training command: loss over steps and loss over time."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ def draw(path: Path, runs: Sequence[RunLog], *, title: str) -> None:
 
     Args:
         path: file to write.
-        runs: the curves; with one run the smoothed training loss is drawn too.
+        runs: the curves; the first is what the others are compared with.
         title: above both panels.
     """
     import matplotlib
@@ -48,28 +49,34 @@ def draw(path: Path, runs: Sequence[RunLog], *, title: str) -> None:
 
 
 def _panel(axis: "Axes", runs: Sequence[RunLog], unit: str) -> None:
-    lowest, highest = [], []
     colors = COLORS[1:] if len(runs) == 1 else COLORS
+    spans = []
     for run, color in zip(runs, colors, strict=False):
         rows = [(float(row.step if unit == "steps" else row.seconds), row) for row in run.rows]
         trained = [(x, row.train_loss) for x, row in rows if row.train_loss is not None]
         measured = [(x, row.val_loss) for x, row in rows if row.val_loss is not None]
-        if trained:
-            x, losses = zip(*trained, strict=True)
-            axis.plot(x, smooth(losses), color=color, alpha=0.35, label=f"{run.name}, training")
-        if measured:
-            x, losses = zip(*measured, strict=True)
-            label = f"{run.name}, validation (final {run.final_loss:.4f})"
-            axis.plot(x, losses, color=color, marker="o", markersize=3, label=label)
-            lowest.append(min(losses))
-            highest.append(losses[min(1, len(losses) - 1)])
+        x, losses = zip(*trained, strict=True)
+        curve = smooth(losses)
+        axis.plot(x, curve, color=color, alpha=0.3, linewidth=1, label=f"{run.name}, training")
+        x, losses = zip(*measured, strict=True)
+        label = f"{run.name}, validation (final {run.final_loss:.4f})"
+        axis.plot(x, losses, color=color, marker="o", markersize=3, label=label)
+        spans.append((min(*losses, curve[-1]), losses[1]))
     if len(runs) > 1:
-        target = runs[0].final_loss
-        axis.axhline(target, color=COLORS[0], linestyle=":", linewidth=1)
-    if lowest and max(highest) > min(lowest):
-        # The untrained model's loss would squeeze the interesting part into a strip.
-        margin = 0.08 * (max(highest) - min(lowest))
-        axis.set_ylim(min(lowest) - margin, max(highest) + 4 * margin)
+        label = f"{runs[0].name}'s final loss"
+        axis.axhline(runs[0].final_loss, color="black", linestyle=":", linewidth=1, label=label)
+    _zoom(axis, spans)
     axis.set_xlabel("optimizer steps" if unit == "steps" else "training time (s)")
     axis.grid(alpha=0.3)
     axis.legend(loc="upper right", fontsize=8)
+
+
+def _zoom(axis: "Axes", spans: Sequence[tuple[float, float]]) -> None:
+    """Show from the lowest loss to the first validation after the start.
+
+    The untrained model's loss would squeeze the interesting part into a strip.
+    """
+    low, high = min(low for low, _ in spans), max(high for _, high in spans)
+    if math.isfinite(low) and math.isfinite(high) and high > low:
+        margin = 0.08 * (high - low)
+        axis.set_ylim(low - margin, high + 4 * margin)

@@ -46,6 +46,13 @@ def test_picture_of_a_single_step(tmp_path: Path) -> None:
     draw(tmp_path / "loss.png", [run_log("K-FAC", 3.0, 1)], title="title")
 
 
+def test_picture_of_a_diverged_run(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "loss.png"
+    draw(path, [run_log("AdamW", 2.0, 10), run_log("K-FAC", float("nan"), 6)], title="title")
+    assert path.exists()
+
+
 def test_smoothing_is_unbiased_at_the_start() -> None:
     assert smooth([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
     assert smooth([]) == []
