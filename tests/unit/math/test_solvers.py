@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ds_kfac.math import solvers
 from ds_kfac.math.solvers import damped_inverses, eigen_bases
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -24,6 +25,10 @@ def factor(n: int, rank: int | None = None, seed: int = 0) -> Tensor:
     rows *= torch.logspace(0.7, -1.3, n, dtype=torch.float64)
     product = rows.t() @ rows
     return (product + product.t()) / product.trace() * n / 2
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def mean_of(f: Tensor) -> Tensor:
@@ -111,6 +116,17 @@ def test_scales_from_1e_minus_36_to_1e_plus_36(scale: float) -> None:
     torch.testing.assert_close(inverse.inverse[0].double() * scale, exact, rtol=1e-3, atol=1e-4)
 
 
+def test_a_trace_outside_the_range_of_fp32() -> None:
+    """400 diagonal entries of 1e36 sum to infinity in fp32."""
+    batch = torch.eye(400)[None] * 1e36
+    basis, ok, notes = eigen_bases(batch)
+    assert ok.tolist() == [True] and notes == [""]
+    torch.testing.assert_close(basis.mean, torch.tensor([1e36]))
+    inverse, ok, notes = damped_inverses(batch, torch.tensor([1e36]))
+    assert ok.tolist() == [True] and notes == [""]
+    torch.testing.assert_close(inverse.inverse[0].diagonal(), torch.full((400,), 5e-37))
+
+
 def test_eigenvalues_above_the_largest_float_saturate() -> None:
     """A rank-one factor at 1e38 has an eigenvalue of 16e38: infinite curvature, not a failure."""
     batch = torch.full((1, 16, 16), 1e38)
@@ -128,11 +144,11 @@ def test_non_finite_input_is_refused(n: int, bad: float, place: tuple[int, int])
     broken = factor(n).float()
     broken[place[0] % n, place[1] % n] = bad
     basis, ok, notes = eigen_bases(broken[None])
-    assert ok.tolist() == [False] and "not finite" in notes[0]
+    assert ok.tolist() == [False] and notes == ["the factor is not finite"]
     assert_identity(basis.vectors[0])
     assert (basis.values == 1).all() and (basis.mean == 1).all()
     inverse, ok, notes = damped_inverses(broken[None], torch.ones(1))
-    assert ok.tolist() == [False] and "not finite" in notes[0]
+    assert ok.tolist() == [False] and notes == ["the factor is not finite"]
     assert_identity(inverse.inverse[0])
 
 
@@ -192,6 +208,27 @@ def test_clamped_eigenvalues_are_the_last_rung() -> None:
     expected = 1 / (broken[0].diagonal().clamp(min=0) + 1e-6)
     torch.testing.assert_close(inverse.inverse[0].diagonal(), expected, rtol=1e-4, atol=0.0)
     assert torch.equal(inverse.inverse, inverse.inverse.mT)
+
+
+def test_clamped_inverse_is_exactly_symmetric() -> None:
+    """Q diag(1/d) Q^T as a product is symmetric only up to rounding."""
+    spectrum = torch.linspace(0.5, 5.0, 33)
+    spectrum[0] = -2e-3
+    rotation = torch.linalg.qr(randn(33, 33)).Q.float()
+    broken = rotation @ torch.diag(spectrum) @ rotation.t()
+    broken = ((broken + broken.t()) / 2)[None]
+    inverse, ok, notes = damped_inverses(broken, torch.tensor([1e-6]))
+    assert ok.tolist() == [True] and "clamped" in notes[0]
+    assert torch.equal(inverse.inverse, inverse.inverse.mT)
+
+
+def test_a_failed_cholesky_is_refused_even_where_the_probe_is_blind() -> None:
+    """One negative direction in which the probe vector is nearly zero."""
+    broken = torch.eye(256)
+    blind = int(solvers._probe(broken).abs().argmin())
+    broken[blind, blind] = -0.5
+    inverse, ok, notes = damped_inverses(broken[None], torch.zeros(1))
+    assert ok.tolist() == [False] and "indefinite" in notes[0]
 
 
 def test_fp64_rescues_what_fp32_cannot_factorise() -> None:
@@ -289,7 +326,7 @@ Eigh = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def patch_eigh(
-    monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Tensor, Tensor], None], dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Tensor, Tensor], object], dtype: torch.dtype
 ) -> None:
     """Replaces eigh, in one dtype only, by one whose result ``spoil`` damages in place."""
     real: Eigh = torch.linalg.eigh
@@ -307,7 +344,7 @@ def raise_error(values: Tensor, vectors: Tensor) -> None:
     raise torch.linalg.LinAlgError("failed to converge")
 
 
-DAMAGE: dict[str, Callable[[Tensor, Tensor], None]] = {
+DAMAGE: dict[str, Callable[[Tensor, Tensor], object]] = {
     "raises": raise_error,
     "nan values": lambda values, vectors: values[..., 0].fill_(torch.nan),
     "nan vectors": lambda values, vectors: vectors[..., 1, 1].fill_(torch.nan),
@@ -332,6 +369,15 @@ def test_a_lying_fp32_solver_is_caught_and_replaced(
         error = rebuilt(basis.vectors[k], basis.values[k]) - batch[k].double()
         assert error.abs().max() < 1e-5
     assert basis.vectors.dtype == torch.float32
+
+
+def test_lost_small_eigenvalues_are_seen_in_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside an eigenvalue 600 times larger the residual of the small ones is below its limit."""
+    batch = torch.diag(torch.tensor([1.0] * 63 + [600.0]))[None]
+    patch_eigh(monkeypatch, lambda values, _: values[..., :-1].zero_(), torch.float32)
+    basis, ok, notes = eigen_bases(batch)
+    assert ok.tolist() == [True] and "float64" in notes[0]
+    torch.testing.assert_close(basis.values[0], batch[0].diagonal())
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
