@@ -10,7 +10,7 @@ DEEPSPEED = ["deepspeed>=0.19"]
 # The training script draws with matplotlib and shows its progress with tqdm.
 PLOTS = ["matplotlib>=3.8", "tqdm>=4.66"]
 MEGATRON = ["megatron-core>=0.16"]
-TOOLS = ["hypothesis>=6.100", "mypy>=1.11", "pytest>=8.2", "ruff>=0.6"]
+TOOLS = ["hypothesis>=6.100", "mypy>=1.11", "numpy>=1.26", "pytest>=8.2", "ruff>=0.6"]
 
 README = Path(__file__).parent / "README.md"
 
@@ -25,7 +25,7 @@ setup(
     packages=find_packages(include=["ds_kfac", "ds_kfac.*"]),
     package_data={"ds_kfac": ["py.typed", "**/*.json"]},
     python_requires=">=3.11",
-    install_requires=["numpy>=1.26", "pydantic>=2", "torch>=2.4"],
+    install_requires=["pydantic>=2", "torch>=2.4"],
     # NVIDIA Apex is used where it is installed, but never required here: the package of that
     # name on the registry is an unrelated project.
     extras_require={

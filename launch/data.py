@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -128,7 +127,7 @@ def _split(pieces: list[tuple[str, bytes]]) -> tuple[bytes, bytes]:
 
 
 def _tensor(data: bytes) -> Tensor:
-    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _describe(train: bytes, val: bytes, files: int, origin: str) -> str:
