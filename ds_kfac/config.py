@@ -147,7 +147,12 @@ class KFACConfig(BaseModel):
     def _contradictions(self) -> list[str]:
         problems = []
         factor, inverse = self.factor_update_steps, self.inv_update_steps
-        if isinstance(factor, int) and isinstance(inverse, int) and factor >= 1 and inverse % factor:
+        if (
+            isinstance(factor, int)
+            and isinstance(inverse, int)
+            and factor >= 1
+            and inverse % factor
+        ):
             problems.append(
                 f"inv_update_steps ({inverse}) must be a multiple of factor_update_steps "
                 f"({factor}): a decomposition uses the statistics of its own step"
@@ -167,7 +172,11 @@ class KFACConfig(BaseModel):
                 f"grad_worker_fraction ({self.grad_worker_fraction}) has no effect with strategy "
                 f"{self.strategy!r}; it belongs to 'hybrid'"
             )
-        if "kl_clip" in self.model_fields_set and self.kl_clip is not None and not self.uses_kl_clip:
+        if (
+            "kl_clip" in self.model_fields_set
+            and self.kl_clip is not None
+            and not self.uses_kl_clip
+        ):
             problems.append(
                 f"kl_clip has no effect with direction {self.direction!r} and grafting "
                 f"{self.grafting!r}; remove it or set it to null"
@@ -218,7 +227,8 @@ class KFACConfig(BaseModel):
             return data
         if not isinstance(data, Mapping):
             raise ConfigError(
-                "E202", f"kfac: expected an object with settings, got {data!r} ({type(data).__name__})"
+                "E202",
+                f"kfac: expected an object with settings, got {data!r} ({type(data).__name__})",
             )
         return cls(**{str(key): value for key, value in data.items()})
 
@@ -330,11 +340,15 @@ def _input_of(field: str, error: ValidationError) -> Any:
     )
 
 
-def _is_untried_union_member(field: str, loc: tuple[int | str, ...], error: ValidationError) -> bool:
+def _is_untried_union_member(
+    field: str, loc: tuple[int | str, ...], error: ValidationError
+) -> bool:
     """Whether a report comes from the number side of a union although a schedule was meant."""
     if field not in _RANGES or not isinstance(_input_of(field, error), dict):
         return False
-    return len(loc) > 1 and not (str(loc[1]) in _SCHEDULES or "Schedule" in str(loc[1]) or "tag" in str(loc[1]))
+    return len(loc) > 1 and not (
+        str(loc[1]) in _SCHEDULES or "Schedule" in str(loc[1]) or "tag" in str(loc[1])
+    )
 
 
 def schema() -> dict[str, Any]:
@@ -352,7 +366,9 @@ def _known_keys(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]
 
 
 def _models(annotation: Any) -> list[Any]:
-    return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
+    return (
+        [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
+    )
 
 
 def _is_union_tag(part: int | str) -> bool:

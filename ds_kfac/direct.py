@@ -33,9 +33,7 @@ class DirectionSettings:
     grafting: str
 
 
-def direction(
-    state: LayerState, g: Tensor, settings: DirectionSettings
-) -> tuple[Tensor, Tensor]:
+def direction(state: LayerState, g: Tensor, settings: DirectionSettings) -> tuple[Tensor, Tensor]:
     """Compute what replaces a layer's gradient, updating its moments.
 
     A layer whose gradient is zero everywhere was not used in this step: its direction is

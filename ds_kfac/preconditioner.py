@@ -17,62 +17,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ds_kfac import schedules
+from ds_kfac.assembly import assemble
 from ds_kfac.capture.hooks import install
 from ds_kfac.capture.session import CaptureSession, Pending
 from ds_kfac.comm.communicator import Communicator
 from ds_kfac.comm.ledger import Ledger
 from ds_kfac.comm.run import GradientExchange, planned_factor_bytes, reduce_factors
-from ds_kfac.comm.vote import Verdict, agree, health, raise_everywhere
+from ds_kfac.comm.vote import Verdict, health, raise_everywhere
 from ds_kfac.config import KFACConfig
-from ds_kfac.direct import DirectionSettings, direction
-from ds_kfac.errors import ConfigError, NumericalError, StateError, nearest
-from ds_kfac.layers.discover import discover
-from ds_kfac.layers.matrixview import to_flat_, to_matrix
+from ds_kfac.errors import NumericalError, StateError, nearest
 from ds_kfac.layers.spec import LayerTable
 from ds_kfac.math.directions import kl_scale
 from ds_kfac.math.packing import pack_upper
-from ds_kfac.plan import cost
-from ds_kfac.plan.placement import place
-from ds_kfac.plan.program import Program, ReduceItem, build
-from ds_kfac.refresh import RefreshSettings, fold, refresh
-from ds_kfac.state import LayerState
+from ds_kfac.owner import Owner, resolve_momentum
+from ds_kfac.plan.program import ReduceItem
+from ds_kfac.telemetry.metrics import Counters, collect
 from ds_kfac.telemetry.table import layer_table
 
 if TYPE_CHECKING:
     from ds_kfac.hosts.base import Gradients, Host
 
 logger = logging.getLogger(__name__)
-
-OWN_MOMENTUM = ("orthogonal", "eigen_adam")
-DEFAULT_MOMENTUM = 0.95
-
-
-@dataclass
-class Counters:
-    """Host-side counts since attach.
-
-    Attributes:
-        steps: Steps applied; the argument of every schedule.
-        skipped: Steps dropped because of non-finite numbers.
-        captures: Steps whose statistics were folded.
-        refreshes: Steps in which bases were recomputed.
-        decompositions: Blocks this rank decomposed.
-        preconditions: Times directions were computed.
-    """
-
-    steps: int = 0
-    skipped: int = 0
-    captures: int = 0
-    refreshes: int = 0
-    decompositions: int = 0
-    preconditions: int = 0
 
 
 class KFAC:
@@ -96,35 +67,36 @@ class KFAC:
         self._ledger = Ledger()
         self._data = Communicator(host.groups.data, self._ledger)
         self._model = Communicator(host.groups.model or host.groups.data, self._ledger)
-        self._momentum = _resolve_momentum(config, own_optimizer)
         self._grad_norm: Tensor | None = None
         self._kl_scale: Tensor | None = None
         self._error: Exception | None = None
         self._on_detach: list[Callable[[], None]] = []
-        self._layers = self._discover()
-        self._agree()
-        parameters = dict(host.model.named_parameters())
-        sample = parameters[self._layers.layers[0].weight.name]
-        self._device = sample.device
-        self._dtype = torch.float64 if sample.dtype == torch.float64 else torch.float32
-        self._program = self._build_program()
+        parts = assemble(host, config, data=self._data, model=self._model)
+        self._layers, self._program = parts.layers, parts.program
+        self._device, self._dtype = parts.device, parts.dtype
         self._exchange = GradientExchange(
             self._program.exchange,
             self._data,
-            wire_dtype=sample.dtype,
+            wire_dtype=parts.stored_dtype,
             dtype=self._dtype,
             device=self._device,
         )
         specs = self._layers.layers
-        self._states = {
-            layer: LayerState.zeros(specs[layer], self._device, self._dtype)
-            for layer in self._exchange.owned
-        }
+        self._owner = Owner(
+            specs,
+            self._exchange.owned,
+            config,
+            momentum=resolve_momentum(config, own_optimizer=own_optimizer),
+            device=self._device,
+            dtype=self._dtype,
+        )
         self._session = CaptureSession(
             {spec.name: spec for spec in specs}, config.weight_sharing, self._dtype
         )
         self._handles = install(host.model, self._session, output_scale=host.output_scale)
         self._begin_step()
+        if self._model.rank == 0:
+            host.announce(self.table())
 
     # ------------------------------------------------------------------ for users
 
@@ -154,17 +126,12 @@ class KFAC:
 
     def metrics(self) -> dict[str, float]:
         """Current counts and values of this rank, as floats (synchronises with the device)."""
-        values = {name: float(value) for name, value in vars(self.counters).items()}
-        values["damping"] = schedules.value_at(self.config.resolved_damping, self.counters.steps)
-        for name, tensor in (("grad_norm", self._grad_norm), ("kl_scale", self._kl_scale)):
-            if tensor is not None:
-                values[name] = float(tensor)
-        states = self._states.values()
-        values["fallbacks"] = float(sum(int(state.fallbacks) for state in states))
-        values["failing_blocks"] = float(
-            sum(count > 0 for state in states for _, side in state.sides() for count in side.failures)
+        return collect(
+            self.counters,
+            self._owner.states.values(),
+            damping=schedules.value_at(self.config.resolved_damping, self.counters.steps),
+            tensors={"grad_norm": self._grad_norm, "kl_scale": self._kl_scale},
         )
-        return values
 
     def ledger(self) -> dict[str, Any]:
         """Bytes and calls by kind on this rank since the last reset, and the plan's prediction."""
@@ -198,11 +165,29 @@ class KFAC:
         both = []
         for side, size in (("a", spec.columns), ("g", spec.d_out)):
             if owner == self._data.rank:
-                factor = dict(self._states[layer].sides())[side].dense().contiguous()
+                factor = dict(self._owner.states[layer].sides())[side].dense().contiguous()
             else:
                 factor = torch.empty(size, size, device=self._device, dtype=self._dtype)
             both.append(self._data.broadcast_(factor, owner, "inspection"))
         return both[0], both[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and the state of the layers this rank owns, as plain tensors and numbers."""
+        layers = self._owner.state_dict()
+        return {"version": 1, "counters": dict(vars(self.counters)), "layers": layers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned for the same layers on the same ranks.
+
+        Raises:
+            StateError: Version, layers or shapes do not fit; nothing is changed then.
+        """
+        if state.get("version") != 1:
+            raise StateError("E303", f"K-FAC state of version {state.get('version')!r}, expected 1")
+        self._owner.load_state_dict(state["layers"])
+        for name, value in state["counters"].items():
+            setattr(self.counters, name, int(value))
+        self._begin_step()
 
     def detach(self) -> None:
         """Remove every hook and wrapper; the host trains on as if ds_kfac had never been there."""
@@ -291,11 +276,12 @@ class KFAC:
                 f"step {step}: non-finite gradients or statistics on some rank. Set "
                 "kfac.on_nonfinite to 'skip' to drop such steps",
             )
-        logger.warning(
-            "KFAC-W101 step %d: non-finite gradients or statistics on some rank; the step is "
-            "dropped on all ranks",
-            step,
-        )
+        if self._model.rank == 0:
+            logger.warning(
+                "KFAC-W101 step %d: non-finite gradients or statistics on some rank; the step is "
+                "dropped on all ranks",
+                step,
+            )
 
     def _clip_coefficient(self, norm: Tensor, *, partial: bool) -> Tensor | None:
         threshold = self._host.clip_threshold()
@@ -318,30 +304,30 @@ class KFAC:
                 device=self._device,
             )
             self._ledger_plan_factors()
-            decay = schedules.value_at(self.config.factor_decay, step)
-            self._guard(lambda: fold(self._states, sums, decay=decay, step=step))
+            self._guard(lambda: self._owner.fold(sums, step=step))
             self.counters.captures += 1
         if schedules.is_due(self.config.inv_update_steps, step):
             self._guard(lambda: self._refresh(step))
             self.counters.refreshes += 1
 
     def _refresh(self, step: int) -> None:
-        settings = RefreshSettings(
-            solver=self.config.resolved_solver,
-            damping=schedules.value_at(self.config.resolved_damping, step),
-            absolute=self.config.damping_mode == "absolute",
-            per_factor=self.config.direction == "orthogonal",
-            max_failures=self.config.max_failures,
-            on_cpu=self.config.inverse_device == "cpu" and self._device.type != "cpu",
-        )
-        states = list(self._states.values())
-        self.counters.decompositions += refresh(states, settings, step=step)
+        self.counters.decompositions += self._owner.refresh(step=step)
 
     def _replace_gradients(self, gradients: Gradients, clip: Tensor | None) -> None:
         flats = self._exchange.to_owners(gradients.views)
-        directions, modelled_change = self._directions(flats, gradients, clip)
+        for layer in self._exchange.owned:
+            if layer not in flats:  # replicated: the whole gradient is here already
+                flats[layer] = self._replicated(layer, gradients.views)
+        stored = self._host.stored_scale()
+        directions, change = self._owner.directions(
+            flats,
+            step=self.counters.steps,
+            scale=1.0 / stored if clip is None else (clip / stored).to(self._dtype),
+            stored_scale=stored,
+            learning_rates=self._host.learning_rates() if self.config.uses_kl_clip else {},
+        )
         flats.clear()
-        scale = self._trust_scale(modelled_change)
+        scale = self._trust_scale(change)
         if scale is not None:
             for flat in directions.values():
                 flat.mul_(scale)
@@ -351,45 +337,12 @@ class KFAC:
         self._write(slices, shared, clip)
         self.counters.preconditions += 1
 
-    def _directions(
-        self, flats: Mapping[int, Tensor], gradients: Gradients, clip: Tensor | None
-    ) -> tuple[dict[int, Tensor], Tensor]:
-        """Directions of the owned layers, flat, and this rank's modelled change."""
-        step = self.counters.steps
-        settings = DirectionSettings(
-            direction=self.config.direction,
-            damping=schedules.value_at(self.config.resolved_damping, step),
-            absolute=self.config.damping_mode == "absolute",
-            momentum=self._momentum,
-            betas=self.config.betas,
-            grafting=self.config.grafting,
-        )
-        rates = self._host.learning_rates() if self.config.uses_kl_clip else {}
-        stored = self._host.stored_scale()
-        total = torch.zeros((), device=self._device, dtype=torch.float64)
-        results: dict[int, Tensor] = {}
-        for layer, state in self._states.items():
-            g = self._matrix(layer, flats, gradients)
-            if stored != 1.0:
-                g = g / stored
-            if clip is not None:
-                g = g * clip.to(g.dtype)
-            d, change = direction(state, g, settings)
-            flat = torch.empty(state.spec.numel, device=self._device, dtype=self._dtype)
-            results[layer] = to_flat_(d if stored == 1.0 else d * stored, state.spec, flat)
-            total += change * rates.get(state.spec.weight.name, 1.0) ** 2
-        return results, total
-
-    def _matrix(self, layer: int, flats: Mapping[int, Tensor], gradients: Gradients) -> Tensor:
-        spec = self._layers.layers[layer]
-        flat = flats.get(layer)
-        if flat is None:  # replicated: the whole gradient is here already
-            parts = [
-                gradients.views.get(slot.name, _no_gradient(slot.numel, self._device))
-                for slot in spec.slots
-            ]
-            flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return to_matrix(flat, spec, dtype=self._dtype)
+    def _replicated(self, layer: int, views: Mapping[str, Tensor]) -> Tensor:
+        parts = [
+            views[slot.name] if slot.name in views else torch.zeros(slot.numel, device=self._device)
+            for slot in self._layers.layers[layer].slots
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _trust_scale(self, modelled_change: Tensor) -> Tensor | None:
         """KL clip of the whole model: one scalar, reduced over all ranks that share it."""
@@ -438,43 +391,6 @@ class KFAC:
 
         return pack
 
-    def _discover(self) -> LayerTable:
-        """Find the layers; a rank that cannot makes all ranks raise."""
-        table: LayerTable | None = None
-        error: Exception | None = None
-        try:
-            table = discover(
-                self._host.model, self.config, optimized=self._host.learning_rates().keys()
-            )
-        except Exception as caught:
-            error = caught
-        raise_everywhere(self._model, error)
-        assert table is not None
-        return table
-
-    def _agree(self) -> None:
-        agree(self._data, "the set of layers", self._layers.fingerprint())
-        agree(self._model, "the kfac configuration", self.config.model_dump_json())
-
-    def _build_program(self) -> Program:
-        specs = self._layers.layers
-        layouts = self._host.layouts([slot.name for spec in specs for slot in spec.slots])
-        interval = schedules.interval_at(self.config.inv_update_steps, 0)
-        costs = [
-            cost.step_flops(
-                spec,
-                direction=self.config.direction,
-                solver=self.config.resolved_solver,
-                refresh_interval=interval,
-            )
-            for spec in specs
-        ]
-        size = self._data.size
-        owners = place(specs, costs, layouts, size=size, strategy=self.config.strategy)
-        program = build(specs, layouts, owners, size=size)
-        agree(self._data, "the communication program", program.fingerprint())
-        return program
-
     def _guard(self, work: Callable[[], None]) -> None:
         """Run local work between collectives; its error waits for the next vote."""
         try:
@@ -504,13 +420,6 @@ class KFAC:
             self._ledger.plan("factors", planned)
 
 
-def _resolve_momentum(config: KFACConfig, own_optimizer: bool) -> float:
-    if config.momentum is not None:
-        return float(config.momentum)
-    averages = own_optimizer or config.direction in OWN_MOMENTUM
-    return DEFAULT_MOMENTUM if averages else 0.0
-
-
 def _norm(views: Any, device: torch.device) -> Tensor:
     """Norm of all views, 0-d fp64; non-finite if any element is."""
     tensors = list(views)
@@ -518,11 +427,5 @@ def _norm(views: Any, device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=device)
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     norms = torch._foreach_norm(tensors, 2, dtype=wide)
-    return torch.stack(norms).double().norm()
-
-
-def _no_gradient(numel: int, device: torch.device) -> Tensor:
-    return torch.zeros(numel, device=device)
-
-
-__all__ = ["KFAC", "ConfigError", "Counters"]
+    total: Tensor = torch.stack(norms).double().norm()
+    return total

@@ -133,8 +133,7 @@ def refresh(states: Sequence[LayerState], settings: RefreshSettings, *, step: in
 
 def _jobs(state: LayerState, settings: RefreshSettings) -> list[_Job]:
     matrices = {
-        name: [side.block_value(i) for i in range(len(side.blocks))]
-        for name, side in state.sides()
+        name: [side.block_value(i) for i in range(len(side.blocks))] for name, side in state.sides()
     }
     shifts = _shifts(matrices, settings)
     return [
@@ -240,7 +239,9 @@ def _carry_second_moment(
         for columns, new_a, was_a in zip(state.a.blocks, state.a.bases, old_a, strict=True):
             tile = second[rows.start : rows.end, columns.start : columns.end]
             tile.copy_(
-                move_second_moment(tile, _rotation(new_g, was_g, tile), _rotation(new_a, was_a, tile))
+                move_second_moment(
+                    tile, _rotation(new_g, was_g, tile), _rotation(new_a, was_a, tile)
+                )
                 if not (new_g is was_g and new_a is was_a)
                 else tile
             )

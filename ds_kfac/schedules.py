@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, model_validator
 
 Number = Annotated[
-    StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)], Field(union_mode="left_to_right")
+    StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)],
+    Field(union_mode="left_to_right"),
 ]
 
 

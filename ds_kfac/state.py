@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_kfac.errors import StateError
 from ds_kfac.layers.blocks import Block
 from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.math.average import WeightedAverage
@@ -67,8 +69,11 @@ class Side:
 
     def dense(self) -> Tensor:
         """The whole block-diagonal factor, ``[n, n]``."""
-        blocks: Sequence[Tensor] = [self.block_value(i) for i in range(len(self.blocks))]
-        return torch.block_diag(*blocks)
+        size = self.blocks[-1].end
+        dense = self.averages[0].total.new_zeros(size, size)
+        for index, block in enumerate(self.blocks):
+            dense[block.start : block.end, block.start : block.end] = self.block_value(index)
+        return dense
 
 
 @dataclass
@@ -115,3 +120,71 @@ class LayerState:
     def sides(self) -> tuple[tuple[str, Side], tuple[str, Side]]:
         """Both factors with their names."""
         return ("a", self.a), ("g", self.g)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Flat mapping of tensors and numbers; tensors are not copied."""
+        result: dict[str, Any] = {name: getattr(self, name) for name in _SCALARS}
+        result.update({f"moments.{name}": value for name, value in self.moments.items()})
+        for name, side in self.sides():
+            for index, (average, basis) in enumerate(zip(side.averages, side.bases, strict=True)):
+                prefix = f"{name}.{index}."
+                result[prefix + "total"] = average.total
+                result[prefix + "weight"] = average.weight
+                result[prefix + "failures"] = side.failures[index]
+                for item in fields(BlockBasis) if basis is not None else ():
+                    value = getattr(basis, item.name)
+                    if value is not None:
+                        result[f"{prefix}basis.{item.name}"] = value
+        return result
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore, copying tensors to the layer's device and dtype."""
+        like = self.a.averages[0].total
+        for name in _SCALARS:
+            current = getattr(self, name)
+            value = state[name]
+            setattr(self, name, value.to(current) if isinstance(current, Tensor) else int(value))
+        self.moments = {
+            key.removeprefix("moments."): value.to(like, copy=True)
+            for key, value in state.items()
+            if key.startswith("moments.")
+        }
+        for name, side in self.sides():
+            for index in range(len(side.blocks)):
+                prefix = f"{name}.{index}."
+                side.averages[index].total.copy_(state[prefix + "total"])
+                side.averages[index].weight.copy_(state[prefix + "weight"])
+                side.failures[index] = int(state[prefix + "failures"])
+                side.bases[index] = _load_basis(state, prefix + "basis.", like)
+
+
+_SCALARS = ("updates", "fallbacks", "folded_at", "refreshed_at")
+
+
+def check_layers(layers: Mapping[str, LayerState], saved: Mapping[str, Any]) -> None:
+    """Check that saved states fit these layers, before any of them is used.
+
+    Raises:
+        StateError: Missing layers, or factors of another size (E302).
+    """
+    problems = [f"layer {name}: missing" for name in layers if name not in saved]
+    for name, layer in layers.items():
+        for side_name, side in layer.sides():
+            for index, average in enumerate(side.averages):
+                key = f"{side_name}.{index}.total"
+                found = saved.get(name, {}).get(key)
+                if name in saved and (found is None or found.shape != average.total.shape):
+                    shape = None if found is None else tuple(found.shape)
+                    expected = tuple(average.total.shape)
+                    problems.append(f"layer {name}: {key} is {shape}, expected {expected}")
+    if problems:
+        raise StateError("E302", "saved K-FAC state does not fit: " + "; ".join(problems[:20]))
+
+
+def _load_basis(state: Mapping[str, Any], prefix: str, like: Tensor) -> BlockBasis | None:
+    parts = {
+        item.name: state[prefix + item.name].to(like, copy=True)
+        for item in fields(BlockBasis)
+        if prefix + item.name in state
+    }
+    return BlockBasis(**parts) if parts else None

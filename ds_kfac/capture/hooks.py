@@ -56,7 +56,8 @@ def _forward_hook(
             x: Tensor = args[0] if args else kwargs["input" if "input" in kwargs else "x"]
             with torch.no_grad():
                 source = _keep_or_reduce(name, session, module, x)
-            output.register_hook(_gradient_hook(name, session, module, source, output_scale))
+            gradient_hook = _gradient_hook(name, session, module, source, output_scale)
+            output.register_hook(gradient_hook)  # type: ignore[no-untyped-call]
         except Exception as error:
             session.error = session.error or error
 

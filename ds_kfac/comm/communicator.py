@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -113,4 +112,3 @@ class Communicator:
             share = values.numel() * values.element_size() * (self.size - 1)
             self._ledger.record(kind, 2 * share // self.size)
         return values
-

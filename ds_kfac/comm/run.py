@@ -128,7 +128,7 @@ class GradientExchange:
 
     def _layout_of_part(self, part: Tensor, layers: Sequence[int]) -> list[tuple[int, Tensor]]:
         sizes = [self._exchange.numels[layer] for layer in layers]
-        pieces = part[: sum(sizes)].split(sizes) if sizes else ()
+        pieces = torch.split(part[: sum(sizes)], sizes) if sizes else ()
         return list(zip(layers, pieces, strict=True))
 
     def _read(self, views: Mapping[str, Tensor], segment: Segment, out: Tensor) -> None:
@@ -185,7 +185,7 @@ def _slice(flats: Mapping[int, Tensor], segment: Segment) -> Tensor:
 
 def _split(buffer: Tensor, parts: Sequence[Sequence[Segment]]) -> list[tuple[Segment, Tensor]]:
     segments = [segment for part in parts for segment in part]
-    pieces = buffer.split([s.numel for s in segments]) if segments else ()
+    pieces = torch.split(buffer, [s.numel for s in segments]) if segments else ()
     return list(zip(segments, pieces, strict=True))
 
 

@@ -80,3 +80,7 @@ class Host(Protocol):
     def learning_rates(self) -> Mapping[str, float]:
         """Current learning rate of each trainable parameter, by name."""
         ...
+
+    def announce(self, text: str) -> None:
+        """Show users what was attached, where the host shows its own messages."""
+        ...

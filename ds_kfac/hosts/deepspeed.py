@@ -52,13 +52,13 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     if config is None or request is None or not request.config.enabled:
         result = original(*args, **kwargs)
         result[0].kfac = None
-        return tuple(result)  # type: ignore[return-value]
+        return tuple(result)
     deepspeed_support.check_config(config)
     if request.optimizer is not None:
         _bring_optimizer(arguments, config, request.config, request.optimizer)
     result = original(*bound.args, **bound.kwargs)
     attach_engine(result[0], request.config)
-    return tuple(result)  # type: ignore[return-value]
+    return tuple(result)
 
 
 def attach_engine(engine: Any, config: Any) -> KFAC:
@@ -74,6 +74,7 @@ def attach_engine(engine: Any, config: Any) -> KFAC:
     _wrap_step(engine, kfac, host)
     _wrap_destroy(engine, kfac)
     engine.kfac = kfac
+    kfac.on_detach(lambda: setattr(engine, "kfac", None))
     return kfac
 
 
@@ -128,10 +129,19 @@ class DeepSpeedHost:
         groups = self._engine.basic_optimizer.param_groups
         return {name: float(groups[index]["lr"]) for name, index in self._group_index.items()}
 
+    def announce(self, text: str) -> None:
+        """Through DeepSpeed's logger."""
+        from deepspeed.utils import logger
+
+        logger.info(f"ds_kfac\n{text}")
+
     @contextmanager
     def clipping_done(self) -> Iterator[None]:
-        """Keep the engine from clipping again: the raw gradient was clipped, and a direction
-        is not a gradient (DeepSpeed#8439: clipping it shrinks steps 4 to 85 times)."""
+        """Keep the engine from clipping again.
+
+        The raw gradient was clipped, and a direction is not a gradient (DeepSpeed#8439:
+        clipping it shrinks steps 4 to 85 times).
+        """
         config, optimizer = self._engine._config, self._engine.optimizer
         clipping = config.gradient_clipping
         inner = getattr(optimizer, "clip_grad", None)

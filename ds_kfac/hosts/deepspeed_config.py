@@ -47,7 +47,9 @@ def load(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     try:
         return dict(load_ds_config(config))
     except (ValueError, OSError) as error:
-        raise ConfigError("E206", f"cannot read DeepSpeed configuration {config!r}: {error}") from error
+        raise ConfigError(
+            "E206", f"cannot read DeepSpeed configuration {config!r}: {error}"
+        ) from error
 
 
 def parse(config: Mapping[str, Any]) -> Request | None:
@@ -65,9 +67,9 @@ def parse(config: Mapping[str, Any]) -> Request | None:
     if isinstance(section, Mapping):
         twice = sorted(set(section) & set(params))
         if twice:
+            names = ", ".join(twice)
             raise ConfigError(
-                "E207",
-                f"{', '.join(twice)}: set both in the kfac section and in optimizer.params; keep one",
+                "E207", f"{names}: set both in the kfac section and in optimizer.params; keep one"
             )
         params.update(section)
     elif section is not None:

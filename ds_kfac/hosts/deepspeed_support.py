@@ -65,7 +65,9 @@ def check_engine(engine: Any) -> None:
             f"(stage 0, fp32), {known}. With bf16 and ZeRO 1 leave data_types.grad_accum_dtype out",
         )
     if engine.zero_optimization() and engine.optimizer.cpu_offload:
-        raise UnsupportedError("E150", "optimizer offload is not supported: remove offload_optimizer")
+        raise UnsupportedError(
+            "E150", "optimizer offload is not supported: remove offload_optimizer"
+        )
     if getattr(engine, "has_moe_layers", False):
         raise UnsupportedError("E150", "DeepSpeed MoE layers are not supported")
 

@@ -6,6 +6,7 @@ gradient scalers and profilers that wrap ``optimizer.step`` keep working.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from ds_kfac.hosts.base import Gradients, Groups
 from ds_kfac.hosts.compatibility import check_base_optimizer, is_own_optimizer
 from ds_kfac.plan.topology import Layout
 from ds_kfac.preconditioner import KFAC
+
+logger = logging.getLogger(__name__)
 
 
 class PlainHost:
@@ -43,6 +46,7 @@ class PlainHost:
         self.groups = groups
         self._optimizer = optimizer
         self._scaler = grad_scaler
+        self._loss_scale: float | None = None
         self._ranks = 1 if groups.data is None else dist.get_world_size(groups.data)
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._group_of = {
@@ -73,8 +77,16 @@ class PlainHost:
 
     def output_scale(self) -> float:
         """Undo the gradient scaler, apply the average over ranks."""
-        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        return 1.0 / (scale * self._ranks)
+        if self._scaler is None:
+            return 1.0 / self._ranks
+        if self._loss_scale is None:
+            # Reading the scale waits for the device: once per step, not once per layer.
+            self._loss_scale = float(self._scaler.get_scale())
+        return 1.0 / (self._loss_scale * self._ranks)
+
+    def loss_scale_changed(self) -> None:
+        """Forget the cached scale."""
+        self._loss_scale = None
 
     def stored_scale(self) -> float:
         """Gradients are unscaled when the optimizer steps."""
@@ -83,6 +95,10 @@ class PlainHost:
     def clip_threshold(self) -> float:
         """Whoever clips does it before the optimizer steps."""
         return 0.0
+
+    def announce(self, text: str) -> None:
+        """Through Python's logging, at level INFO."""
+        logger.info("%s", text)
 
     def learning_rates(self) -> Mapping[str, float]:
         """From the optimizer's parameter groups."""
@@ -126,7 +142,9 @@ def attach(
     check_base_optimizer(optimizer, config)
     host = PlainHost(bare, optimizer, groups, grad_scaler)
     kfac = KFAC(host, config, own_optimizer=is_own_optimizer(optimizer))
-    _install(kfac, optimizer, grad_scaler)
+    _install(kfac, optimizer)
+    if grad_scaler is not None:
+        _watch_scaler(kfac, host, grad_scaler)
     return kfac
 
 
@@ -181,22 +199,18 @@ class _StepHooks:
         self._kfac.after_step(applied=self._healthy)
 
 
-def _install(
-    kfac: KFAC, optimizer: torch.optim.Optimizer, grad_scaler: torch.amp.GradScaler | None
-) -> None:
+def _install(kfac: KFAC, optimizer: torch.optim.Optimizer) -> None:
     hooks = _StepHooks(kfac, optimizer)
     before = optimizer.register_step_pre_hook(hooks.before)
     after = optimizer.register_step_post_hook(hooks.after)
     kfac.on_detach(before.remove)
     kfac.on_detach(after.remove)
-    if grad_scaler is not None:
-        _watch_scaler(kfac, grad_scaler)
 
 
-def _watch_scaler(kfac: KFAC, scaler: torch.amp.GradScaler) -> None:
+def _watch_scaler(kfac: KFAC, host: PlainHost, scaler: torch.amp.GradScaler) -> None:
     """Drop the statistics of steps that the scaler skips: it then never calls the optimizer."""
     original = scaler.update
-    seen = -1
+    seen = 0
 
     def update(*args: Any, **kwargs: Any) -> None:
         nonlocal seen
@@ -204,6 +218,7 @@ def _watch_scaler(kfac: KFAC, scaler: torch.amp.GradScaler) -> None:
         if total == seen:
             kfac.discard_step()
         original(*args, **kwargs)
+        host.loss_scale_changed()
         seen = kfac.counters.steps + kfac.counters.skipped
 
     scaler.update = update  # type: ignore[method-assign]

@@ -22,7 +22,10 @@ from torch.nn import functional
 class LayerKind(Protocol):
     """What ds_kfac has to know about a module type; stateless."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Key of the kind in layer tables."""
+        ...
 
     def dims(self, module: nn.Module) -> tuple[int, int]:
         """``(d_out, d_in)`` of the matrix view without bias."""

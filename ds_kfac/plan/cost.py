@@ -34,9 +34,7 @@ def direction_flops(spec: LayerSpec, direction: str, solver: str) -> float:
     return two_sided * (into_basis + second_moment)
 
 
-def step_flops(
-    spec: LayerSpec, *, direction: str, solver: str, refresh_interval: int
-) -> float:
+def step_flops(spec: LayerSpec, *, direction: str, solver: str, refresh_interval: int) -> float:
     """Operations per step: the direction, and a refresh spread over its interval."""
     refresh = refresh_flops(spec, solver) / refresh_interval
     return direction_flops(spec, direction, solver) + refresh

@@ -26,12 +26,15 @@ def layer_table(table: LayerTable, owners: Sequence[int]) -> str:
         for spec, owner in zip(table.layers, owners, strict=True)
     ]
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-             for row in (head, *rows)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    ]
     if table.left_out:
         lines.append("left to the base optimizer:")
         lines += [
-            f"  {item.name or '(root)'} ({item.type_name}, {item.numel:,} parameters): {item.reason}"
+            f"  {item.name or '(root)'} ({item.type_name}, {item.numel:,} parameters): "
+            + item.reason
             for item in table.left_out
         ]
     lines.append(table.coverage())

@@ -1,0 +1,145 @@
+"""All layers that this rank owns: curvature and directions, with the settings of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_kfac import schedules
+from ds_kfac.config import KFACConfig
+from ds_kfac.direct import DirectionSettings, direction
+from ds_kfac.layers.matrixview import to_flat_, to_matrix
+from ds_kfac.layers.spec import LayerSpec
+from ds_kfac.plan.program import ReduceItem
+from ds_kfac.refresh import RefreshSettings, fold, refresh
+from ds_kfac.state import LayerState, check_layers
+
+OWN_MOMENTUM = ("orthogonal", "eigen_adam")
+DEFAULT_MOMENTUM = 0.95
+
+
+class Owner:
+    """The owner's side of a step.
+
+    Args:
+        specs: All layers.
+        owned: Indices of the layers this rank owns.
+        config: Settings.
+        momentum: Decay of the gradient average that is preconditioned.
+        device: Compute device.
+        dtype: Compute dtype.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        owned: Sequence[int],
+        config: KFACConfig,
+        *,
+        momentum: float,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.states = {i: LayerState.zeros(specs[i], device, dtype) for i in owned}
+        self._config = config
+        self._momentum = momentum
+        self._device = device
+        self._dtype = dtype
+
+    def fold(self, sums: Iterable[tuple[ReduceItem, Tensor]], *, step: int) -> None:
+        """Add reduced sums to the averages."""
+        decay = schedules.value_at(self._config.factor_decay, step)
+        fold(self.states, sums, decay=decay, step=step)
+
+    def refresh(self, *, step: int) -> int:
+        """Recompute all bases.
+
+        Returns:
+            Blocks decomposed.
+
+        Raises:
+            NumericalError: A block failed too often in a row (E110).
+        """
+        settings = RefreshSettings(
+            solver=self._config.resolved_solver,
+            damping=schedules.value_at(self._config.resolved_damping, step),
+            absolute=self._config.damping_mode == "absolute",
+            per_factor=self._config.direction == "orthogonal",
+            max_failures=self._config.max_failures,
+            on_cpu=self._config.inverse_device == "cpu" and self._device.type != "cpu",
+        )
+        return refresh(list(self.states.values()), settings, step=step)
+
+    def directions(
+        self,
+        gradients: Mapping[int, Tensor],
+        *,
+        step: int,
+        scale: Tensor | float,
+        stored_scale: float,
+        learning_rates: Mapping[str, float],
+    ) -> tuple[dict[int, Tensor], Tensor]:
+        """Directions of all owned layers.
+
+        Args:
+            gradients: Flat gradient of each owned layer, any float dtype.
+            step: Applied-step counter.
+            scale: Makes the stored gradient the clipped gradient of the objective.
+            stored_scale: Given back to the direction: the host will divide by it.
+            learning_rates: By parameter name; a missing one counts as 1.
+
+        Returns:
+            Flat directions by layer, and this rank's modelled change, 0-d fp64:
+            the sum of ``lr^2 <direction, gradient>``.
+        """
+        settings = DirectionSettings(
+            direction=self._config.direction,
+            damping=schedules.value_at(self._config.resolved_damping, step),
+            absolute=self._config.damping_mode == "absolute",
+            momentum=self._momentum,
+            betas=self._config.betas,
+            grafting=self._config.grafting,
+        )
+        total = torch.zeros((), device=self._device, dtype=torch.float64)
+        results: dict[int, Tensor] = {}
+        for layer, state in self.states.items():
+            spec = state.spec
+            g = to_matrix(gradients[layer], spec, dtype=self._dtype)
+            if isinstance(scale, Tensor) or scale != 1.0:
+                g = g * scale
+            d, change = direction(state, g, settings)
+            flat = torch.empty(spec.numel, device=self._device, dtype=self._dtype)
+            results[layer] = to_flat_(d if stored_scale == 1.0 else d * stored_scale, spec, flat)
+            total += change * learning_rates.get(spec.weight.name, 1.0) ** 2
+        return results, total
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of every owned layer by name."""
+        return {state.spec.name: state.state_dict() for state in self.states.values()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore every owned layer.
+
+        Raises:
+            StateError: Layers or shapes do not fit (E302); nothing is changed then.
+        """
+        layers = {state.spec.name: state for state in self.states.values()}
+        check_layers(layers, saved)
+        for name, state in layers.items():
+            state.load_state_dict(saved[name])
+
+
+def resolve_momentum(config: KFACConfig, *, own_optimizer: bool) -> float:
+    """Decay of the gradient average: the setting, or what direction and optimizer call for.
+
+    Args:
+        config: Settings.
+        own_optimizer: The base optimizer is ds_kfac's own, which has no momentum.
+    """
+    if config.momentum is not None:
+        return float(config.momentum)
+    averages = own_optimizer or config.direction in OWN_MOMENTUM
+    return DEFAULT_MOMENTUM if averages else 0.0
