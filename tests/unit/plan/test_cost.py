@@ -65,7 +65,7 @@ def test_rarer_refreshes_cost_less(rows: int, columns: int, interval: int) -> No
     assert seldom > direction_flops(spec, "natural", "eigen")
 
 
-@pytest.mark.parametrize(("rows", "columns"), itertools.pairwise((8, 64, 100, 257)))
+@pytest.mark.parametrize(("rows", "columns"), [*itertools.pairwise((8, 64, 100, 257))])
 def test_smaller_blocks_cost_less(rows: int, columns: int) -> None:
     costs = [
         refresh_flops(make_spec(d_out=rows, d_in=columns, max_dim=limit), "eigen")
