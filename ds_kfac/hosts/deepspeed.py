@@ -17,6 +17,7 @@ from ds_kfac.config import OptimizerConfig
 from ds_kfac.hosts import deepspeed_config, deepspeed_support
 from ds_kfac.hosts.base import Gradients, Groups
 from ds_kfac.hosts.compatibility import check_base_optimizer, is_own_optimizer
+from ds_kfac.hosts.deepspeed_patch import original_initialize
 from ds_kfac.hosts.deepspeed_zero import PartitionedGradients, ReplicatedGradients
 from ds_kfac.layers.discover import discover
 from ds_kfac.optimizer import KFACOptimizer, param_groups
@@ -37,14 +38,12 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
     Returns:
         ``(engine, optimizer, dataloader, lr_scheduler)``; the engine carries ``engine.kfac``
-        (None when nothing was asked for, or ``enabled`` is false).
+        (None when nothing was asked for, ``enabled`` is false, or there is no optimizer).
 
     Raises:
         KFACError: Settings, model, optimizer or engine do not fit; on every rank alike.
     """
-    import deepspeed
-
-    original = deepspeed.initialize
+    original = original_initialize()
     bound = deepspeed_config.bind(original, args, kwargs)
     arguments = bound.arguments
     config = deepspeed_config.load(arguments)
@@ -57,7 +56,10 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     if request.optimizer is not None:
         _bring_optimizer(arguments, config, request.config, request.optimizer)
     result = original(*bound.args, **bound.kwargs)
-    attach_engine(result[0], request.config)
+    if result[0].basic_optimizer is None:  # evaluation: nothing is stepped
+        result[0].kfac = None
+    else:
+        attach_engine(result[0], request.config)
     return tuple(result)
 
 
