@@ -39,6 +39,7 @@ def discover(
     layers: list[LayerSpec] = []
     left_out: list[LeftOut] = []
     unsupported: list[tuple[str, str]] = []
+    counted: set[int] = set()  # tied parameters are one parameter
     for name, module in model.named_modules():
         own = [param for param in module.parameters(recurse=False) if param.requires_grad]
         if not list(module.parameters(recurse=False)):
@@ -51,9 +52,9 @@ def discover(
                 layers.append(spec)
                 continue
             reason = "not among the optimizer's parameters"
-        left_out.append(
-            LeftOut(name, type(module).__name__, reason or "", sum(_numel(p) for p in own))
-        )
+        numel = sum(_numel(param) for param in own if id(param) not in counted)
+        counted.update(id(param) for param in own)
+        left_out.append(LeftOut(name, type(module).__name__, reason or "", numel))
         if kind is None and any(len(_shape(param)) >= 2 for param in own):
             unsupported.append((name, type(module).__name__))
     _check_patterns(model, config.skip_layers)
