@@ -11,7 +11,8 @@ from ds_kfac import schedules
 from ds_kfac.comm.communicator import Communicator
 from ds_kfac.comm.vote import agree, raise_everywhere
 from ds_kfac.config import KFACConfig
-from ds_kfac.layers.discover import discover
+from ds_kfac.hosts.base import StageHost
+from ds_kfac.layers.discover import discover, require_coverage
 from ds_kfac.layers.spec import LayerSpec, LayerTable
 from ds_kfac.plan import cost
 from ds_kfac.plan.placement import place
@@ -59,15 +60,18 @@ def assemble(
     agree(data, "the set of layers", layers.fingerprint())
     agree(model, "the kfac configuration", config.model_dump_json())
     parameters = dict(host.model.named_parameters())
-    stored = parameters[layers.layers[0].weight.name].dtype
-    for spec in layers.layers:
-        stored = torch.promote_types(stored, parameters[spec.weight.name].dtype)
+    weights = [parameters[spec.weight.name] for spec in layers.layers]
+    # A pipeline stage may have nothing to precondition; it takes part in what all ranks do.
+    first = weights[0] if weights else next(iter(parameters.values()))
+    stored = first.dtype
+    for weight in weights:
+        stored = torch.promote_types(stored, weight.dtype)
     program = _program(host, config, layers.layers, data.size)
     agree(data, "the communication program", program.fingerprint())
     return Assembly(
         layers=layers,
         program=program,
-        device=parameters[layers.layers[0].weight.name].device,
+        device=first.device,
         dtype=torch.promote_types(stored, torch.float32),
         stored_dtype=stored,
     )
@@ -77,12 +81,21 @@ def _discover(host: Host, config: KFACConfig, model: Communicator) -> LayerTable
     """Find the layers; a rank that cannot makes all ranks raise."""
     table: LayerTable | None = None
     error: Exception | None = None
+    is_stage = isinstance(host, StageHost)
     try:
-        table = discover(host.model, config, optimized=host.learning_rates().keys())
+        table = discover(
+            host.model,
+            config,
+            optimized=host.learning_rates().keys(),
+            excluded=host.excluded() if isinstance(host, StageHost) else {},
+            whole=not is_stage,
+        )
     except Exception as caught:
         error = caught
     raise_everywhere(model, error)
     assert table is not None
+    if is_stage:
+        require_coverage(model.gather_objects(table))
     return table
 
 

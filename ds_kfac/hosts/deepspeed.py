@@ -48,6 +48,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     Raises:
         KFACError: Settings, model, optimizer or engine do not fit; on every rank alike.
     """
+    import deepspeed
+
     original = original_initialize()
     bound = deepspeed_config.bind(original, args, kwargs)
     arguments = bound.arguments
@@ -106,13 +108,19 @@ def attach_engine(engine: Any, config: Any) -> KFAC:
         raise ConfigError("E212", "this engine has K-FAC already; call engine.kfac.detach() first")
     deepspeed_support.check_engine(engine)
     check_base_optimizer(engine.basic_optimizer, config)
-    host = DeepSpeedHost(engine)
+    host = _host_of(engine)
     kfac = KFAC(host, config, own_optimizer=is_own_optimizer(engine.basic_optimizer))
     _wrap_step(engine, kfac, host)
     _wrap_destroy(engine, kfac)
     engine.kfac = kfac
     kfac.on_detach(lambda: setattr(engine, "kfac", None))
     return kfac
+
+
+def _host_of(engine: Any) -> DeepSpeedHost:
+    from ds_kfac.hosts.deepspeed_pipe import PipelineHost
+
+    return PipelineHost(engine) if hasattr(engine, "grid") else DeepSpeedHost(engine)
 
 
 class DeepSpeedHost:
@@ -267,7 +275,13 @@ def _bring_optimizer(
         for name, param in model.named_parameters()
         if param.requires_grad and (chosen is None or id(param) in chosen)
     ]
-    table = discover(model, settings, optimized={name for name, _ in trainable})
+    table = discover(
+        model,
+        settings,
+        optimized={name for name, _ in trainable},
+        excluded=deepspeed_support.tied_stage_modules(model),
+        whole=not deepspeed_support.is_pipeline(model),
+    )
     inside = {slot.name for spec in table.layers for slot in spec.slots}
 
     def build(_: Any) -> KFACOptimizer:

@@ -51,9 +51,17 @@ def check_engine(engine: Any) -> None:
     """
     import torch
 
-    if type(engine).__name__ != "DeepSpeedEngine":
+    if type(engine).__name__ not in ("DeepSpeedEngine", "PipelineEngine"):
         raise UnsupportedError(
-            "E150", f"engine {type(engine).__name__} is not supported (only DeepSpeedEngine)"
+            "E150",
+            f"engine {type(engine).__name__} is not supported (only DeepSpeedEngine and "
+            "PipelineEngine)",
+        )
+    if hasattr(engine, "grid") and engine.grid.model_parallel_size > 1:
+        raise UnsupportedError(
+            "E150",
+            "a pipeline topology with tensor slicing (axis 'model') is not supported: use the axes "
+            "'pipe' and 'data'",
         )
     wrapper = type(engine.optimizer).__name__
     bare = isinstance(engine.optimizer, torch.optim.Optimizer) and not engine.zero_optimization()
@@ -70,6 +78,27 @@ def check_engine(engine: Any) -> None:
         )
     if getattr(engine, "has_moe_layers", False):
         raise UnsupportedError("E150", "DeepSpeed MoE layers are not supported")
+
+
+def is_pipeline(model: Any) -> bool:
+    """Whether a model is DeepSpeed's ``PipelineModule``, of which a rank holds one stage."""
+    from deepspeed.pipe import PipelineModule
+
+    return isinstance(model, PipelineModule)
+
+
+def tied_stage_modules(model: Any) -> dict[str, str]:
+    """Modules that several pipeline layers share: their names and why they are left out.
+
+    Empty for models that are not pipelines. The answer does not depend on the number of stages,
+    although layers that share a module may end up in one.
+    """
+    if not is_pipeline(model):
+        return {}
+    return {
+        f"tied_modules.{key}": f"tied between pipeline layers (TiedLayerSpec {key!r})"
+        for key in model.tied_modules
+    }
 
 
 def chosen_parameters(arguments: Mapping[str, Any]) -> set[int] | None:
