@@ -18,7 +18,7 @@ from tests._harness import deepspeed_cpu
 
 VOCABULARY, LENGTH, WIDTH = 24, 6, 16
 MICRO, ACCUMULATION, STEPS = 2, 2, 4
-LR = 0.02
+LR = 0.005
 SETTINGS = {"direction": "natural", "damping": 1.0, "factor_update_steps": 1, "inv_update_steps": 1}
 
 AUTO: dict[str, Any] = {
@@ -114,9 +114,12 @@ def train(
     resume = changes.pop("resume", None)
     model = make_model(kind)
     seen: list[Tensor] = []
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"].clone()), with_kwargs=True
-    )
+
+    def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if module.training:
+            seen.append(kwargs["input_ids"].clone())
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
     settings = arguments(config, out, **changes)
     data = rows(size * MICRO * ACCUMULATION * STEPS)
     trainer = transformers.Trainer(
