@@ -6,6 +6,8 @@ Facts about DeepSpeed 0.19 that this file relies on, each covered by a test:
   tied and data-parallel reductions; all its sends and receives are done by then, so collectives
   over all stages are safe;
 * output gradients are those of ``loss / micro-batches`` on every stage;
+* ZeRO's own norm is reduced over the stages once per parameter group, so that stages with
+  different numbers of groups wait for each other for ever;
 * parameters tied between stages hold the same gradient on each of them, and all copies but the
   first are marked ``ds_pipe_replicated``;
 * module names carry the index of the layer in the whole model (``"5.linear"``).
@@ -13,7 +15,8 @@ Facts about DeepSpeed 0.19 that this file relies on, each covered by a test:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -58,3 +61,24 @@ class PipelineHost(DeepSpeedHost):
             share=1.0 if gradients.partial else 1.0 / self._ranks,
             duplicates=self._duplicates,
         )
+
+    @contextmanager
+    def clipping_done(self) -> Iterator[None]:
+        """Keep the engine from clipping again, and from measuring what nobody clips.
+
+        Optimizer type KFAC has one parameter group on a stage without layers, two elsewhere.
+        """
+        optimizer = self._engine.optimizer
+        measures = hasattr(optimizer, "scaled_global_norm")
+        if measures:
+            optimizer.scaled_global_norm = _no_norm
+        try:
+            with super().clipping_done():
+                yield
+        finally:
+            if measures:
+                del optimizer.scaled_global_norm
+
+
+def _no_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.zeros(())
