@@ -178,7 +178,7 @@ class DeepSpeedHost:
         """Through DeepSpeed's logger."""
         from deepspeed.utils import logger
 
-        logger.info(f"ds_kfac\n{text}")
+        logger.info("ds_kfac\n%s", text)
 
     @contextmanager
     def clipping_done(self) -> Iterator[None]:
