@@ -32,7 +32,6 @@ from ds_kfac.comm.run import GradientExchange, reduce_factors
 from ds_kfac.comm.vote import Verdict, health, raise_everywhere
 from ds_kfac.config import KFACConfig
 from ds_kfac.errors import NumericalError, StateError, nearest
-from ds_kfac.hosts.base import StageHost
 from ds_kfac.layers.spec import LayerTable
 from ds_kfac.math.directions import kl_scale
 from ds_kfac.owner import Owner, resolve_momentum
@@ -97,7 +96,7 @@ class KFAC:
         )
         self._handles = install(host.model, self._session, output_scale=host.output_scale)
         self._begin_step()
-        if self._data.rank == 0 and (self._model.rank == 0 or isinstance(host, StageHost)):
+        if self._data.rank == 0 and (self._model.rank == 0 or parts.is_stage):
             host.announce(self.table())
 
     # ------------------------------------------------------------------ for users

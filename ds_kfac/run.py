@@ -54,7 +54,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], bool, str, list[str]]:
         if "=" not in launcher[-1] and rest:
             launcher += [rest.pop(0)]
     if rest and rest[0] in ("-h", "--help"):
-        sys.stdout.write(f"usage: {_USAGE}\n\n{__doc__}")
+        _parser().print_help()
         raise SystemExit(0)
     is_module = bool(rest) and rest[0] == "-m"
     if is_module:
@@ -70,7 +70,18 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], bool, str, list[str]]:
 
 
 def _fail(problem: str) -> NoReturn:
-    argparse.ArgumentParser(prog="ds_kfac.run", usage=_USAGE).error(problem)
+    _parser().error(problem)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """For its messages: the script's options are none of our business."""
+    return argparse.ArgumentParser(
+        prog="ds_kfac.run",
+        usage=_USAGE,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+    )
 
 
 if __name__ == "__main__":

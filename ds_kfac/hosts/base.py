@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
@@ -91,10 +91,10 @@ class Host(Protocol):
         ...
 
 
-@runtime_checkable
-class StageHost(Protocol):
+class StageHost(Host, Protocol):
     """A host whose ranks hold different parts of the model (pipeline stages).
 
+    Having :meth:`excluded` is what tells it apart.
     What one stage lacks another may have: coverage is judged over ``groups.model``.
     """
 

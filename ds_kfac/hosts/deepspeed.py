@@ -18,7 +18,7 @@ from ds_kfac.comm.ledger import Ledger
 from ds_kfac.comm.vote import raise_everywhere
 from ds_kfac.config import OptimizerConfig
 from ds_kfac.errors import ConfigError
-from ds_kfac.hosts import deepspeed_config, deepspeed_support
+from ds_kfac.hosts import deepspeed_config, deepspeed_pipe, deepspeed_support
 from ds_kfac.hosts.apex import fused_adam
 from ds_kfac.hosts.base import Gradients, Groups
 from ds_kfac.hosts.compatibility import check_base_optimizer, is_own_optimizer
@@ -108,19 +108,14 @@ def attach_engine(engine: Any, config: Any) -> KFAC:
         raise ConfigError("E212", "this engine has K-FAC already; call engine.kfac.detach() first")
     deepspeed_support.check_engine(engine)
     check_base_optimizer(engine.basic_optimizer, config)
-    host = _host_of(engine)
+    is_stage = deepspeed_pipe.is_pipeline(engine.module)
+    host = PipelineHost(engine) if is_stage else DeepSpeedHost(engine)
     kfac = KFAC(host, config, own_optimizer=is_own_optimizer(engine.basic_optimizer))
     _wrap_step(engine, kfac, host)
     _wrap_destroy(engine, kfac)
     engine.kfac = kfac
     kfac.on_detach(lambda: setattr(engine, "kfac", None))
     return kfac
-
-
-def _host_of(engine: Any) -> DeepSpeedHost:
-    from ds_kfac.hosts.deepspeed_pipe import PipelineHost
-
-    return PipelineHost(engine) if hasattr(engine, "grid") else DeepSpeedHost(engine)
 
 
 class DeepSpeedHost:
@@ -229,6 +224,37 @@ class DeepSpeedHost:
             del optimizer.overflow
 
 
+class PipelineHost(DeepSpeedHost):
+    """A DeepSpeed pipeline engine with ZeRO stage 0 or 1; this rank has one stage.
+
+    Layers are shared out among the copies of their stage. Votes, the gradient's norm and the
+    KL clip cover the whole model: a stage without layers takes part in them.
+
+    Args:
+        engine: The initialised engine.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.groups = deepspeed_pipe.stage_groups(engine)
+
+    def excluded(self) -> Mapping[str, str]:
+        """Tied modules."""
+        return deepspeed_pipe.tied_modules(self.model) or {}
+
+    def gradients(self) -> Gradients:
+        """As the engine stores them, and what of them counts in the model's norm."""
+        return deepspeed_pipe.stage_gradients(
+            super().gradients(), model=self.model, ranks=self._ranks
+        )
+
+    @contextmanager
+    def clipping_done(self) -> Iterator[None]:
+        """Keep the engine from clipping and measuring again."""
+        with deepspeed_pipe.unmeasured(self._engine.optimizer), super().clipping_done():
+            yield
+
+
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
@@ -279,8 +305,8 @@ def _bring_optimizer(
         model,
         settings,
         optimized={name for name, _ in trainable},
-        excluded=deepspeed_support.tied_stage_modules(model),
-        whole=not deepspeed_support.is_pipeline(model),
+        excluded=deepspeed_pipe.tied_modules(model),
+        whole=not deepspeed_pipe.is_pipeline(model),
     )
     inside = {slot.name for spec in table.layers for slot in spec.slots}
 

@@ -38,9 +38,9 @@ def patch() -> None:
 
     @functools.wraps(_original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        from ds_kfac.hosts import deepspeed as host
+        import ds_kfac
 
-        return host.initialize(*args, **kwargs)
+        return ds_kfac.initialize(*args, **kwargs)
 
     deepspeed.initialize = initialize
 

@@ -80,27 +80,6 @@ def check_engine(engine: Any) -> None:
         raise UnsupportedError("E150", "DeepSpeed MoE layers are not supported")
 
 
-def is_pipeline(model: Any) -> bool:
-    """Whether a model is DeepSpeed's ``PipelineModule``, of which a rank holds one stage."""
-    from deepspeed.pipe import PipelineModule
-
-    return isinstance(model, PipelineModule)
-
-
-def tied_stage_modules(model: Any) -> dict[str, str]:
-    """Modules that several pipeline layers share: their names and why they are left out.
-
-    Empty for models that are not pipelines. The answer does not depend on the number of stages,
-    although layers that share a module may end up in one.
-    """
-    if not is_pipeline(model):
-        return {}
-    return {
-        f"tied_modules.{key}": f"tied between pipeline layers (TiedLayerSpec {key!r})"
-        for key in model.tied_modules
-    }
-
-
 def chosen_parameters(arguments: Mapping[str, Any]) -> set[int] | None:
     """Ids of the parameters that a call with optimizer type KFAC wants to train.
 

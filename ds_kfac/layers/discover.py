@@ -70,13 +70,17 @@ def discover(
         if refused and not skipped and any(len(_shape(param)) >= 2 for param in own):
             unsupported.append((name, type(module).__name__))
     table = LayerTable(tuple(layers), tuple(left_out), _unmatched(model, config.skip_layers))
+    _check(table, unsupported if config.strict_layers else [], whole=whole)
+    return table
+
+
+def _check(table: LayerTable, unsupported: list[tuple[str, str]], *, whole: bool) -> None:
     if whole:
         _require_matches([table])
-    if config.strict_layers and unsupported:
+    if unsupported:
         _refuse_unsupported(unsupported)
     if whole:
         require_coverage([table])
-    return table
 
 
 def require_coverage(tables: Sequence[LayerTable]) -> None:
