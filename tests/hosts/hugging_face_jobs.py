@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_kfac.hosts import deepspeed_patch
 from tests._harness import deepspeed_cpu
+from tests.reference import DenseKFAC
+from tests.reference.state import AuxOptions
 
 VOCABULARY, LENGTH, WIDTH = 24, 6, 16
 MICRO, ACCUMULATION, STEPS = 2, 2, 4
@@ -185,6 +188,32 @@ def accelerate_loop(rank: int, size: int) -> dict[str, Any]:
     return result
 
 
+def oracle(kind: str, batches: list[Tensor], *, weight_decay: float, own: bool) -> dict[str, Any]:
+    """What the dense oracle makes of the micro-batches of all ranks, a whole step at a time.
+
+    Returns:
+        Weights before and after, and the last raw gradient's norm.
+    """
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, batches)
+    model = make_model(kind)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    names = layer_names(model, kind)
+    model.double()
+    options: dict[str, Any] = {"lr": LR, "weight_decay": weight_decay, "momentum": 0.95}
+    options["aux"] = AuxOptions(lr=LR, weight_decay=weight_decay)
+    if not own:
+        sgd = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=weight_decay)
+        options = {"optimizer": sgd}
+    reference = DenseKFAC(model, names, damping=1.0, kl_clip=1e-3, gradient_clipping=0.5, **options)
+    for step in range(STEPS):
+        chosen = slice(step * ACCUMULATION, (step + 1) * ACCUMULATION)
+        tokens = torch.cat([batch for of_rank in gathered for batch in of_rank[chosen]])
+        reference.step(lambda tokens=tokens: model(input_ids=tokens, labels=tokens).loss)
+    end = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {"start": start, "end": end, "norm": reference.raw_norm, "layer": names[0]}
+
+
 def everything(rank: int, size: int, folder: str, configs: str) -> dict[str, Any]:
     """All scenarios in one set of processes: importing transformers dominates."""
     deepspeed_cpu.prepare()
@@ -218,6 +247,14 @@ def everything(rank: int, size: int, folder: str, configs: str) -> dict[str, Any
         config = json.loads(path.read_text())
         results[path.stem] = train(rank, size, "gpt2", config, base / path.stem)
     deepspeed_patch.unpatch()
+    for name, kind, decay, own in (
+        ("gpt2", "gpt2", 0.01, True),
+        ("llama", "llama", 0.01, False),
+        ("accelerate", "llama", 0.0, False),
+    ):
+        seen = results[name]["batches"]
+        results[name]["oracle"] = oracle(kind, seen, weight_decay=decay, own=own)
+    results["gpt2"]["parameters"] = sum(p.numel() for p in make_model("gpt2").parameters())
     return results
 
 

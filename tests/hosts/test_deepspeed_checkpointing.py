@@ -22,7 +22,8 @@ CELLS = [Cell(stage, mode) for stage in (0, 2) for mode in jobs.MODES]
 
 @pytest.fixture(scope="module")
 def runs(world: Any) -> dict[Cell, list[dict[str, Any]]]:
-    by_rank = world(RANKS).run(jobs.train, CELLS, timeout=120)
+    # DeepSpeed's checkpointing keeps process-wide settings, which pipelines change.
+    by_rank = world(RANKS).run(jobs.train, CELLS, isolated=True, timeout=120)
     return {cell: [reports[i] for reports in by_rank] for i, cell in enumerate(CELLS)}
 
 
