@@ -51,7 +51,7 @@ def direction(state: LayerState, g: Tensor, settings: DirectionSettings) -> tupl
         m is the (averaged) gradient that was preconditioned: the modelled change per squared
         rate; zero where nobody asked for it.
     """
-    used = directions.any_nonzero(g)
+    used = directions.largest(g) > 0
     state.updates += used
     m = _momentum(state, g, used, settings)
     d = _FORMULAS[settings.direction](state, g, m, used, settings)
@@ -194,10 +194,12 @@ def _replace_nonfinite(
     state: LayerState, d: Tensor, m: Tensor, settings: DirectionSettings
 ) -> Tensor:
     """Fall back to the plain gradient for this step; the length rule follows."""
-    finite = directions.all_finite(d)
+    finite = directions.largest(d) < torch.inf
     state.fallbacks += ~finite
     # Adam in an eigenbasis has no length rule after it: the gradient gets Adam's usual RMS.
     plain = directions.graft_rms(m).to(m.dtype) if settings.direction == "eigen_adam" else m
+    if finite.device.type == "cpu":  # where a flag is read for free
+        return d if finite else plain
     return torch.where(finite, d, plain)
 
 

@@ -113,7 +113,8 @@ class Owner:
                 g = g * scale
             d, change = direction(state, g, settings)
             results[layer] = to_flat(d if stored_scale == 1.0 else d * stored_scale, spec)
-            total += change * learning_rates.get(spec.weight.name, 1.0) ** 2
+            if settings.wants_change:
+                total += change * learning_rates.get(spec.weight.name, 1.0) ** 2
         return results, total
 
     def state_dict(self) -> dict[str, Any]:
