@@ -125,8 +125,7 @@ def test_configuration_trains(runs: list[dict[str, Any]], path: Path) -> None:
     run = runs[0][path.stem]
     assert len(run["log"]) == jobs.STEPS
     assert (run["kfac"] is not None) == ("kfac" in path.stem)
-    section = {"adamw": "AdamW", "kfac": "KFACOptimizer", "sgd": "SGD"}[path.stem.split("_")[1]]
-    assert run["optimizer"] == section
+    assert run["optimizer"] == {"hf_adamw": "AdamW", "hf_kfac": "KFACOptimizer"}[path.stem]
 
 
 def test_tied_parameters_are_counted_once(runs: list[dict[str, Any]]) -> None:
