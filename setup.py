@@ -10,6 +10,7 @@ DEEPSPEED = ["deepspeed>=0.19"]
 # The training script draws with matplotlib and shows its progress with tqdm.
 PLOTS = ["matplotlib>=3.8", "tqdm>=4.66"]
 MEGATRON = ["megatron-core>=0.16"]
+HUGGING_FACE = ["accelerate>=1", "transformers>=4.50"]
 TOOLS = ["hypothesis>=6.100", "mypy>=1.11", "numpy>=1.26", "pytest>=8.2", "ruff>=0.6"]
 
 README = Path(__file__).parent / "README.md"
@@ -30,6 +31,7 @@ setup(
     # name on the registry is an unrelated project.
     extras_require={
         "deepspeed": DEEPSPEED,
+        "hugging_face": HUGGING_FACE,
         "megatron": MEGATRON,
         "plots": PLOTS,
         "dev": [*DEEPSPEED, *PLOTS, *TOOLS],

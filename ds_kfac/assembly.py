@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from ds_kfac import schedules
 from ds_kfac.comm.communicator import Communicator
 from ds_kfac.comm.vote import agree, raise_everywhere
 from ds_kfac.config import KFACConfig
-from ds_kfac.layers.discover import discover
+from ds_kfac.layers.discover import discover, require_coverage
 from ds_kfac.layers.spec import LayerSpec, LayerTable
 from ds_kfac.plan import cost
 from ds_kfac.plan.placement import place
@@ -30,6 +31,7 @@ class Assembly:
         program: Owners and everything that moves.
         device: Where parameters live.
         dtype: Dtype of factors, bases and directions: fp32, for fp64 models fp64.
+        is_stage: The model is one stage of a pipeline.
         stored_dtype: Widest dtype of the layers' parameters; gradients travel in it.
     """
 
@@ -38,6 +40,7 @@ class Assembly:
     device: torch.device
     dtype: torch.dtype
     stored_dtype: torch.dtype
+    is_stage: bool
 
 
 def assemble(
@@ -59,17 +62,21 @@ def assemble(
     agree(data, "the set of layers", layers.fingerprint())
     agree(model, "the kfac configuration", config.model_dump_json())
     parameters = dict(host.model.named_parameters())
-    stored = parameters[layers.layers[0].weight.name].dtype
-    for spec in layers.layers:
-        stored = torch.promote_types(stored, parameters[spec.weight.name].dtype)
+    weights = [parameters[spec.weight.name] for spec in layers.layers]
+    # A pipeline stage may have nothing to precondition; it takes part in what all ranks do.
+    first = weights[0] if weights else next(iter(parameters.values()))
+    stored = first.dtype
+    for weight in weights:
+        stored = torch.promote_types(stored, weight.dtype)
     program = _program(host, config, layers.layers, data.size)
     agree(data, "the communication program", program.fingerprint())
     return Assembly(
         layers=layers,
         program=program,
-        device=parameters[layers.layers[0].weight.name].device,
+        device=first.device,
         dtype=torch.promote_types(stored, torch.float32),
         stored_dtype=stored,
+        is_stage=_excluded(host) is not None,
     )
 
 
@@ -77,13 +84,28 @@ def _discover(host: Host, config: KFACConfig, model: Communicator) -> LayerTable
     """Find the layers; a rank that cannot makes all ranks raise."""
     table: LayerTable | None = None
     error: Exception | None = None
+    excluded = _excluded(host)
     try:
-        table = discover(host.model, config, optimized=host.learning_rates().keys())
+        table = discover(
+            host.model,
+            config,
+            optimized=host.learning_rates().keys(),
+            excluded=excluded,
+            whole=excluded is None,
+        )
     except Exception as caught:
         error = caught
     raise_everywhere(model, error)
     assert table is not None
+    if excluded is not None:
+        require_coverage(model.gather_objects(table))
     return table
+
+
+def _excluded(host: Host) -> Mapping[str, str] | None:
+    """What a host of pipeline stages keeps out; None where every rank holds the whole model."""
+    excluded: Callable[[], Mapping[str, str]] | None = getattr(host, "excluded", None)
+    return None if excluded is None else excluded()
 
 
 def _program(host: Host, config: KFACConfig, specs: tuple[LayerSpec, ...], size: int) -> Program:

@@ -96,7 +96,7 @@ class KFAC:
         )
         self._handles = install(host.model, self._session, output_scale=host.output_scale)
         self._begin_step()
-        if self._model.rank == 0:
+        if self._data.rank == 0 and (self._model.rank == 0 or parts.is_stage):
             host.announce(self.table())
 
     # ------------------------------------------------------------------ for users
@@ -216,7 +216,8 @@ class KFAC:
         """
         gradients = self._host.gradients()
         pending = self._session.drain()
-        norm = gradient_norm(gradients.views.values(), self._device)
+        counted = [v for name, v in gradients.views.items() if name not in gradients.duplicates]
+        norm = gradient_norm(counted, self._device)
         finite = is_finite(norm, pending.values())
         verdict = health(self._model, finite, error=self._has_error())
         if verdict is Verdict.ERROR:
@@ -224,7 +225,7 @@ class KFAC:
         if verdict is Verdict.NONFINITE:
             self._refuse_nonfinite()
             return False
-        clip = self._clip_coefficient(norm, partial=gradients.partial)
+        clip = self._clip_coefficient(norm, gradients)
         self._update_curvature(pending)
         del pending
         self._replace_gradients(gradients, clip)
@@ -268,10 +269,10 @@ class KFAC:
                 step,
             )
 
-    def _clip_coefficient(self, norm: Tensor, *, partial: bool) -> Tensor | None:
+    def _clip_coefficient(self, norm: Tensor, gradients: Gradients) -> Tensor | None:
         threshold = self._host.clip_threshold()
-        if partial:
-            norm = self._model.sum_(norm.square(), "scalars").sqrt()
+        if gradients.partial:
+            norm = self._model.sum_(norm.square() * gradients.share, "scalars").sqrt()
         self._grad_norm = norm / self._host.stored_scale()
         if threshold <= 0:
             return None

@@ -36,11 +36,16 @@ class Gradients:
         views: Per trainable parameter the flat local slice (the whole when replicated),
             aliasing what the host will consume. Parameters without gradient are absent.
         partial: The slices of different ranks add up to the model, so that norms have to be
-            summed over the data group.
+            summed over the model group.
+        share: How much of this rank's squared norm counts in that sum: one over the number
+            of ranks that hold the same slices.
+        duplicates: Views that count on another rank (parameters tied between stages).
     """
 
     views: Mapping[str, Tensor]
     partial: bool
+    share: float = 1.0
+    duplicates: frozenset[str] = frozenset()
 
 
 class Host(Protocol):
@@ -83,4 +88,16 @@ class Host(Protocol):
 
     def announce(self, text: str) -> None:
         """Show users what was attached, where the host shows its own messages."""
+        ...
+
+
+class StageHost(Host, Protocol):
+    """A host whose ranks hold different parts of the model (pipeline stages).
+
+    Having :meth:`excluded` is what tells it apart.
+    What one stage lacks another may have: coverage is judged over ``groups.model``.
+    """
+
+    def excluded(self) -> Mapping[str, str]:
+        """Modules of this stage that stay with the base optimizer, by name, and why."""
         ...

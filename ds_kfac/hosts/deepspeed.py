@@ -18,10 +18,11 @@ from ds_kfac.comm.ledger import Ledger
 from ds_kfac.comm.vote import raise_everywhere
 from ds_kfac.config import OptimizerConfig
 from ds_kfac.errors import ConfigError
-from ds_kfac.hosts import deepspeed_config, deepspeed_support
+from ds_kfac.hosts import deepspeed_config, deepspeed_pipe, deepspeed_support
 from ds_kfac.hosts.apex import fused_adam
 from ds_kfac.hosts.base import Gradients, Groups
 from ds_kfac.hosts.compatibility import check_base_optimizer, is_own_optimizer
+from ds_kfac.hosts.deepspeed_patch import original_initialize
 from ds_kfac.hosts.deepspeed_zero import PartitionedGradients, ReplicatedGradients
 from ds_kfac.layers.discover import discover
 from ds_kfac.optimizer import KFACOptimizer, param_groups
@@ -42,14 +43,14 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
     Returns:
         ``(engine, optimizer, dataloader, lr_scheduler)``; the engine carries ``engine.kfac``
-        (None when nothing was asked for, or ``enabled`` is false).
+        (None when nothing was asked for, ``enabled`` is false, or there is no optimizer).
 
     Raises:
         KFACError: Settings, model, optimizer or engine do not fit; on every rank alike.
     """
     import deepspeed
 
-    original = deepspeed.initialize
+    original = original_initialize()
     bound = deepspeed_config.bind(original, args, kwargs)
     arguments = bound.arguments
     request, error = _prepare(arguments)
@@ -67,7 +68,10 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     raise_everywhere(Communicator(torch.distributed.group.WORLD, Ledger()), error)
     assert request is not None
     result = original(*bound.args, **bound.kwargs)
-    attach_engine(result[0], request.config)
+    if result[0].basic_optimizer is None:  # evaluation: nothing is stepped
+        result[0].kfac = None
+    else:
+        attach_engine(result[0], request.config)
     return tuple(result)
 
 
@@ -104,7 +108,8 @@ def attach_engine(engine: Any, config: Any) -> KFAC:
         raise ConfigError("E212", "this engine has K-FAC already; call engine.kfac.detach() first")
     deepspeed_support.check_engine(engine)
     check_base_optimizer(engine.basic_optimizer, config)
-    host = DeepSpeedHost(engine)
+    is_stage = deepspeed_pipe.is_pipeline(engine.module)
+    host = PipelineHost(engine) if is_stage else DeepSpeedHost(engine)
     kfac = KFAC(host, config, own_optimizer=is_own_optimizer(engine.basic_optimizer))
     _wrap_step(engine, kfac, host)
     _wrap_destroy(engine, kfac)
@@ -219,6 +224,37 @@ class DeepSpeedHost:
             del optimizer.overflow
 
 
+class PipelineHost(DeepSpeedHost):
+    """A DeepSpeed pipeline engine with ZeRO stage 0 or 1; this rank has one stage.
+
+    Layers are shared out among the copies of their stage. Votes, the gradient's norm and the
+    KL clip cover the whole model: a stage without layers takes part in them.
+
+    Args:
+        engine: The initialised engine.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.groups = deepspeed_pipe.stage_groups(engine)
+
+    def excluded(self) -> Mapping[str, str]:
+        """Tied modules."""
+        return deepspeed_pipe.tied_modules(self.model) or {}
+
+    def gradients(self) -> Gradients:
+        """As the engine stores them, and what of them counts in the model's norm."""
+        return deepspeed_pipe.stage_gradients(
+            super().gradients(), model=self.model, ranks=self._ranks
+        )
+
+    @contextmanager
+    def clipping_done(self) -> Iterator[None]:
+        """Keep the engine from clipping and measuring again."""
+        with deepspeed_pipe.unmeasured(self._engine.optimizer), super().clipping_done():
+            yield
+
+
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
@@ -265,7 +301,13 @@ def _bring_optimizer(
         for name, param in model.named_parameters()
         if param.requires_grad and (chosen is None or id(param) in chosen)
     ]
-    table = discover(model, settings, optimized={name for name, _ in trainable})
+    table = discover(
+        model,
+        settings,
+        optimized={name for name, _ in trainable},
+        excluded=deepspeed_pipe.tied_modules(model),
+        whole=not deepspeed_pipe.is_pipeline(model),
+    )
     inside = {slot.name for spec in table.layers for slot in spec.slots}
 
     def build(_: Any) -> KFACOptimizer:

@@ -51,9 +51,17 @@ def check_engine(engine: Any) -> None:
     """
     import torch
 
-    if type(engine).__name__ != "DeepSpeedEngine":
+    if type(engine).__name__ not in ("DeepSpeedEngine", "PipelineEngine"):
         raise UnsupportedError(
-            "E150", f"engine {type(engine).__name__} is not supported (only DeepSpeedEngine)"
+            "E150",
+            f"engine {type(engine).__name__} is not supported (only DeepSpeedEngine and "
+            "PipelineEngine)",
+        )
+    if hasattr(engine, "grid") and engine.grid.model_parallel_size > 1:
+        raise UnsupportedError(
+            "E150",
+            "a pipeline topology with tensor slicing (axis 'model') is not supported: use the axes "
+            "'pipe' and 'data'",
         )
     wrapper = type(engine.optimizer).__name__
     bare = isinstance(engine.optimizer, torch.optim.Optimizer) and not engine.zero_optimization()

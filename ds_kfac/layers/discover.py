@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
@@ -16,7 +16,12 @@ from ds_kfac.layers.spec import LayerSpec, LayerTable, LeftOut, ParamSlot
 
 
 def discover(
-    model: nn.Module, config: KFACConfig, *, optimized: Collection[str] | None = None
+    model: nn.Module,
+    config: KFACConfig,
+    *,
+    optimized: Collection[str] | None = None,
+    excluded: Mapping[str, str] | None = None,
+    whole: bool = True,
 ) -> LayerTable:
     """Build the table of layers.
 
@@ -24,13 +29,16 @@ def discover(
         model: The bare model; names in the table are its module names.
         config: ``skip_layers``, ``fused_parts``, ``max_factor_dim`` and ``strict_layers`` count.
         optimized: Names of the parameters that the base optimizer updates; None for all.
+        excluded: Modules that the host keeps out with all their children, by name, and why.
+        whole: False for one stage of a pipeline: what it lacks another stage may have, and the
+            caller asks :func:`require_coverage` about all of them.
 
     Returns:
         The table, layers in the order of ``model.named_modules()``.
 
     Raises:
-        CoverageError: Nothing can be preconditioned (E132), a skip pattern matches no module
-            (E134), or ``strict_layers`` finds unsupported modules (E131).
+        CoverageError: The whole model has nothing to precondition (E132) or no module for a
+            skip pattern (E134), or ``strict_layers`` finds unsupported modules (E131).
     """
     uses = Counter(
         id(param) for module in model.modules() for param in module.parameters(recurse=False)
@@ -39,36 +47,61 @@ def discover(
     layers: list[LayerSpec] = []
     left_out: list[LeftOut] = []
     unsupported: list[tuple[str, str]] = []
+    counted: set[int] = set()  # tied parameters are one parameter
     for name, module in model.named_modules():
         own = [param for param in module.parameters(recurse=False) if param.requires_grad]
         if not list(module.parameters(recurse=False)):
             continue
         kind = kind_of(module)
-        reason = _reason_left_out(name, module, kind, config, uses, inside_attention)
+        reason = _kept_out(name, excluded or {}) or _reason_left_out(
+            name, module, kind, config, uses, inside_attention
+        )
         if reason is None and kind is not None:
             spec = _spec(name, module, kind, config)
             if optimized is None or all(slot.name in optimized for slot in spec.slots):
                 layers.append(spec)
                 continue
             reason = "not among the optimizer's parameters"
-        left_out.append(
-            LeftOut(name, type(module).__name__, reason or "", sum(_numel(p) for p in own))
-        )
+        numel = sum(_numel(param) for param in own if id(param) not in counted)
+        counted.update(id(param) for param in own)
+        left_out.append(LeftOut(name, type(module).__name__, reason or "", numel))
         refused = kind is None or kind.refusal(module) is not None
         skipped = any(matches(name, module, pattern) for pattern in config.skip_layers)
         if refused and not skipped and any(len(_shape(param)) >= 2 for param in own):
             unsupported.append((name, type(module).__name__))
-    _check_patterns(model, config.skip_layers)
-    if config.strict_layers and unsupported:
+    table = LayerTable(tuple(layers), tuple(left_out), _unmatched(model, config.skip_layers))
+    _check(table, unsupported if config.strict_layers else [], whole=whole)
+    return table
+
+
+def _check(table: LayerTable, unsupported: list[tuple[str, str]], *, whole: bool) -> None:
+    if whole:
+        _require_matches([table])
+    if unsupported:
         _refuse_unsupported(unsupported)
-    if not layers:
-        reasons = "; ".join(f"{item.name or '(root)'}: {item.reason}" for item in left_out[:20])
-        raise CoverageError(
-            "E132",
-            "no layer of this model can be preconditioned (supported: nn.Linear, nn.Conv2d without "
-            f"groups, Hugging Face Conv1D). Left out: {reasons or 'the model has no parameters'}",
-        )
-    return LayerTable(tuple(layers), tuple(left_out))
+    if whole:
+        require_coverage([table])
+
+
+def require_coverage(tables: Sequence[LayerTable]) -> None:
+    """Check that the stages of a model have something to precondition between them.
+
+    Args:
+        tables: One or more per stage, the same list on every rank.
+
+    Raises:
+        CoverageError: They have not (E132), or a skip pattern matches no module (E134).
+    """
+    _require_matches(tables)
+    if any(table.layers for table in tables):
+        return
+    left_out = list(dict.fromkeys(item for table in tables for item in table.left_out))
+    reasons = "; ".join(f"{item.name or '(root)'}: {item.reason}" for item in left_out[:20])
+    raise CoverageError(
+        "E132",
+        "no layer of this model can be preconditioned (supported: nn.Linear, nn.Conv2d without "
+        f"groups, Hugging Face Conv1D). Left out: {reasons or 'the model has no parameters'}",
+    )
 
 
 def matches(name: str, module: nn.Module, pattern: str) -> bool:
@@ -154,17 +187,33 @@ def _attention_projections(model: nn.Module) -> set[int]:
     }
 
 
-def _check_patterns(model: nn.Module, patterns: Sequence[str]) -> None:
+def _unmatched(model: nn.Module, patterns: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Patterns that match no module, each with the closest name."""
     named = list(model.named_modules())
-    for pattern in patterns:
-        if pattern in OUTPUT_HEADS or any(matches(n, m, pattern) for n, m in named):
-            continue
-        names = [name for name, _ in named]
+    names = [name for name, _ in named]
+    return tuple(
+        (pattern, nearest(pattern, names))
+        for pattern in patterns
+        if pattern not in OUTPUT_HEADS and not any(matches(n, m, pattern) for n, m in named)
+    )
+
+
+def _require_matches(tables: Sequence[LayerTable]) -> None:
+    for pattern, hint in tables[0].unmatched:
+        hints = [dict(table.unmatched).get(pattern) for table in tables]
+        if None in hints:
+            continue  # some stage has such a module
         raise CoverageError(
             "E134",
             f"skip_layers pattern {pattern!r} matches no module of the model;"
-            f"{nearest(pattern, names)} Patterns are names, globs, path components or class names",
+            f"{hint or next(filter(None, hints), '')} "
+            "Patterns are names, globs, path components or class names",
         )
+
+
+def _kept_out(name: str, excluded: Mapping[str, str]) -> str | None:
+    inside = (why for top, why in excluded.items() if f"{name}.".startswith(f"{top}."))
+    return next(inside, None)
 
 
 def _refuse_unsupported(unsupported: list[tuple[str, str]]) -> None:

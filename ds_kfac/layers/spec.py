@@ -93,10 +93,17 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class LayerTable:
-    """All layers of a model: preconditioned ones and those left out."""
+    """All layers of a model, or of one pipeline stage: preconditioned ones and those left out.
+
+    Attributes:
+        layers: In the order of the model's modules.
+        left_out: What stays with the base optimizer.
+        unmatched: ``skip_layers`` patterns that match nothing here, each with a hint.
+    """
 
     layers: tuple[LayerSpec, ...]
     left_out: tuple[LeftOut, ...]
+    unmatched: tuple[tuple[str, str], ...] = ()
 
     def fingerprint(self) -> str:
         """Hash that ranks compare at attach: equal tables give equal programs."""
