@@ -30,7 +30,7 @@ class Assembly:
         program: Owners and everything that moves.
         device: Where parameters live.
         dtype: Dtype of factors, bases and directions: fp32, for fp64 models fp64.
-        stored_dtype: Widest dtype of the layers' parameters; gradients travel in it.
+        stored_dtype: Dtype of the layers' stored gradients; they travel in it.
     """
 
     layers: LayerTable
@@ -62,6 +62,7 @@ def assemble(
     stored = parameters[layers.layers[0].weight.name].dtype
     for spec in layers.layers:
         stored = torch.promote_types(stored, parameters[spec.weight.name].dtype)
+    stored = host.gradient_dtype() or stored
     program = _program(host, config, layers.layers, data.size)
     agree(data, "the communication program", program.fingerprint())
     return Assembly(

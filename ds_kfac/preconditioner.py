@@ -269,7 +269,10 @@ class KFAC:
         return torch.isfinite(norm) & torch.isfinite(torch.stack(traces)).all()
 
     def _refuse_nonfinite(self) -> None:
-        step = self.counters.steps
+        step, scale = self.counters.steps, self._host.stored_scale()
+        if scale != 1.0:  # how a dynamic loss scale finds its value
+            logger.info("step %d: overflow at loss scale %g, dropped on all ranks", step, scale)
+            return
         if self.config.on_nonfinite == "raise":
             raise NumericalError(
                 "E102",
@@ -372,7 +375,7 @@ class KFAC:
                     views[slot.name].copy_(flat[slot.offset : slot.offset + slot.numel])
         others = [view for name, view in views.items() if name not in ours]
         if clip is not None and others:
-            torch._foreach_mul_(others, clip.to(others[0].dtype))
+            torch._foreach_mul_(others, clip.to(others[0]))
         self._host.after_write()
 
     # ------------------------------------------------------------------ helpers
@@ -428,4 +431,4 @@ def _norm(views: Any, device: torch.device) -> Tensor:
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     norms = torch._foreach_norm(tensors, 2, dtype=wide)
     total: Tensor = torch.stack(norms).double().norm()
-    return total
+    return total.to(device)  # an offloaded optimizer keeps its gradients on the CPU

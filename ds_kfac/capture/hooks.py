@@ -92,11 +92,12 @@ def _keep_or_reduce(
     memory and spares a [d_in, d_in] buffer per call in flight. Not so when something sits
     between: saved-tensor hooks (non-reentrant checkpointing, offloading) exist to release
     it, and autocast saves a cast copy, which leaves the caller free to overwrite the input.
+
+    The weight itself is not looked at: under ZeRO 3 it has been released by now, and reading
+    the attribute would gather it again.
     """
-    weight = module.weight
     kept_by_autograd = (
-        isinstance(weight, Tensor)
-        and weight.dtype == x.dtype
+        not torch.is_autocast_enabled(x.device.type)
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     )
     if kept_by_autograd:
