@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -17,29 +18,51 @@ from pydantic import (
     StrictInt,
     StrictStr,
     ValidationError,
-    model_validator,
 )
 
-from ds_kfac.errors import ConfigError, UnsupportedError, nearest
+from ds_kfac.config_report import explain, known_keys, unknown_key
+from ds_kfac.errors import ConfigError, UnsupportedError
 from ds_kfac.schedules import Number, Scheduled, extremes
 
 Direction = Literal["natural", "ekfac", "eigen_adam", "orthogonal"]
 Solver = Literal["eigen", "cholesky"]
 Grafting = Literal["none", "rms", "adam"]
-Decay = Annotated[Number, Field(ge=0, lt=1)]
-
 OUTPUT_HEADS = ("*lm_head*", "*embed_out*", "*output_layer*")
 """Default of ``skip_layers``: language-model heads, whose G factor has the vocabulary's size."""
 
-# Ranges of the numbers that may be schedules: (test of the extremes, what is allowed).
-_RANGES: dict[str, tuple[Callable[[float, float], bool], str]] = {
-    "damping": (lambda low, high: low > 0 and high < float("inf"), "a number > 0"),
-    "factor_decay": (lambda low, high: low >= 0 and high < 1, "a number in [0, 1)"),
-    "factor_update_steps": (lambda low, high: low >= 1, "a whole number >= 1"),
-    "inv_update_steps": (lambda low, high: low >= 1, "a whole number >= 1"),
-    "kl_clip": (lambda low, high: low > 0, "a number > 0, or null"),
-    "factor_token_fraction": (lambda low, high: low > 0 and high <= 1, "a number in (0, 1]"),
-}
+
+def _extremes(allowed: Callable[[float, float], bool]) -> AfterValidator:
+    """Check the smallest and largest value that a number or schedule ever takes."""
+
+    def check(spec: Any) -> Any:
+        if spec is not None and not allowed(*extremes(spec)):
+            raise ValueError("out of range")
+        return spec
+
+    return AfterValidator(check)
+
+
+def _whole(spec: Any) -> Any:
+    if isinstance(spec, float) and not spec.is_integer():
+        raise ValueError("not whole")
+    return spec
+
+
+def _expected(text: str, **constraints: Any) -> Any:
+    # The description is what messages say is expected, and what editors show.
+    return Field(description=text, **constraints)
+
+
+Decay = Annotated[Number, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Decay, Decay], _expected("a list of two numbers in [0, 1)")]
+Switch = Annotated[StrictBool, _expected("true or false")]
+Positive = _extremes(lambda low, high: low > 0 and high < float("inf"))
+Interval = Annotated[
+    Scheduled,
+    AfterValidator(_whole),
+    _extremes(lambda low, high: low >= 1 and high < float("inf")),
+    _expected("a whole number >= 1, or a schedule of such numbers"),
+]
 
 
 class KFACConfig(BaseModel):
@@ -77,27 +100,46 @@ class KFACConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    enabled: StrictBool = True
+    enabled: Switch = True
     direction: Direction = "natural"
     solver: Solver | None = None
-    damping: Scheduled | None = None
+    damping: Annotated[
+        Scheduled | None, Positive, _expected("a number > 0, a schedule of such numbers, or null")
+    ] = None
     damping_mode: Literal["relative", "absolute"] = "relative"
-    factor_decay: Scheduled = 0.95
-    factor_update_steps: Scheduled = 10
-    inv_update_steps: Scheduled = 10
-    kl_clip: Scheduled | None = 0.001
+    factor_decay: Annotated[
+        Scheduled,
+        _extremes(lambda low, high: low >= 0 and high < 1),
+        _expected("a number in [0, 1), or a schedule of such numbers"),
+    ] = 0.95
+    factor_update_steps: Interval = 10
+    inv_update_steps: Interval = 10
+    kl_clip: Annotated[
+        Scheduled | None, Positive, _expected("a number > 0, a schedule of such numbers, or null")
+    ] = 0.001
     grafting: Grafting = "none"
-    momentum: Decay | None = None
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    momentum: Annotated[Decay | None, _expected("a number in [0, 1), or null")] = None
+    betas: Betas = (0.9, 0.95)
     strategy: Literal["zero_aligned", "memory", "communication", "hybrid"] = "zero_aligned"
-    grad_worker_fraction: Annotated[Number, Field(gt=0, le=1)] | None = None
+    grad_worker_fraction: Annotated[
+        Number | None, _expected("a number in (0, 1], or null", gt=0, le=1)
+    ] = None
     tensor_parallel: Literal["exact", "block"] = "exact"
-    max_factor_dim: Annotated[StrictInt, Field(ge=1)] = 2048
+    max_factor_dim: Annotated[StrictInt, _expected("a whole number >= 1", ge=1)] = 2048
     weight_sharing: Literal["expand", "reduce"] = "expand"
-    factor_token_fraction: Scheduled = 1.0
+    factor_token_fraction: Annotated[
+        Scheduled,
+        _extremes(lambda low, high: low > 0 and high <= 1),
+        _expected("a number in (0, 1], or a schedule of such numbers"),
+    ] = 1.0
     factor_micro_batches: Literal["all", "last"] = "all"
-    skip_layers: tuple[StrictStr, ...] = OUTPUT_HEADS
-    fused_parts: dict[StrictStr, Annotated[StrictInt, Field(ge=1)]] = Field(
+    skip_layers: Annotated[tuple[StrictStr, ...], _expected("a list of patterns (strings)")] = (
+        OUTPUT_HEADS
+    )
+    fused_parts: Annotated[
+        dict[StrictStr, Annotated[StrictInt, Field(ge=1)]],
+        _expected("an object of patterns and whole numbers >= 1"),
+    ] = Field(
         default_factory=lambda: {
             "*qkv*": 3,
             "*c_attn": 3,
@@ -105,10 +147,10 @@ class KFACConfig(BaseModel):
             "*gate_up_proj*": 2,
         }
     )
-    strict_layers: StrictBool = False
-    background_inverse: StrictBool = False
+    strict_layers: Switch = False
+    background_inverse: Switch = False
     inverse_device: Literal["auto", "cpu"] = "auto"
-    max_failures: Annotated[StrictInt, Field(ge=0)] = 3
+    max_failures: Annotated[StrictInt, _expected("a whole number >= 0", ge=0)] = 3
     on_nonfinite: Literal["skip", "raise"] = "skip"
     resume: Literal["auto", "require", "fresh"] = "auto"
 
@@ -119,68 +161,57 @@ class KFACConfig(BaseModel):
             ConfigError: One error that lists every unknown key, wrong value and contradiction.
             UnsupportedError: The value is known but not available in this version.
         """
+        problems: list[str] = []
+        wrong: set[str] = set()
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise ConfigError("E201", describe(error, "kfac", type(self))) from None
+            problems, wrong = explain(error, data, type(self))
+            # The rest is validated without them, so that its contradictions are listed too.
+            super().__init__(**{key: value for key, value in data.items() if key not in wrong})
+        problems += [text for keys, text in self._contradictions() if wrong.isdisjoint(keys)]
+        if problems:
+            if not wrong <= set(type(self).model_fields):
+                problems.append(known_keys(type(self).model_fields))
+            raise ConfigError("E201", "kfac: " + "; ".join(problems))
         self._refuse_unavailable()
 
-    @model_validator(mode="after")
-    def _check(self) -> KFACConfig:
-        problems = [*self._range_problems(), *self._contradictions()]
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
-
-    def _range_problems(self) -> list[str]:
-        problems = []
-        for name, (allowed, text) in _RANGES.items():
-            spec = getattr(self, name)
-            if spec is not None and not allowed(*extremes(spec)):
-                problems.append(f"{name}: expected {text}, got {_show(spec)}")
-        for name in ("factor_update_steps", "inv_update_steps"):
-            spec = getattr(self, name)
-            if isinstance(spec, float) and not spec.is_integer():
-                problems.append(f"{name}: expected a whole number >= 1, got {spec!r}")
-        return problems
-
-    def _contradictions(self) -> list[str]:
-        problems = []
+    def _contradictions(self) -> list[tuple[tuple[str, ...], str]]:
+        """Settings that exclude each other: their keys, and what to do about it."""
+        problems: list[tuple[tuple[str, ...], str]] = []
         factor, inverse = self.factor_update_steps, self.inv_update_steps
-        if (
-            isinstance(factor, int)
-            and isinstance(inverse, int)
-            and factor >= 1
-            and inverse % factor
-        ):
-            problems.append(
-                f"inv_update_steps ({inverse}) must be a multiple of factor_update_steps "
-                f"({factor}): a decomposition uses the statistics of its own step"
-            )
+        if isinstance(factor, int | float) and isinstance(inverse, int | float):
+            if inverse % factor:
+                text = (
+                    f"inv_update_steps ({inverse}) must be a multiple of factor_update_steps "
+                    f"({factor}): a decomposition uses the statistics of its own step"
+                )
+                problems.append((("factor_update_steps", "inv_update_steps"), text))
         if self.solver == "cholesky" and self.direction in ("ekfac", "eigen_adam"):
-            problems.append(
+            text = (
                 f"direction {self.direction!r} works in an eigenbasis; solver 'cholesky' has none: "
                 "set solver to 'eigen' or leave it out"
             )
+            problems.append((("direction", "solver"), text))
         if self.direction == "orthogonal" and self.grafting != "none":
-            problems.append(
+            text = (
                 f"grafting {self.grafting!r} contradicts direction 'orthogonal', which has its own "
                 "length rule (RMS 0.2): leave grafting out"
             )
+            problems.append((("direction", "grafting"), text))
         if self.grad_worker_fraction is not None and self.strategy != "hybrid":
-            problems.append(
+            text = (
                 f"grad_worker_fraction ({self.grad_worker_fraction}) has no effect with strategy "
                 f"{self.strategy!r}; it belongs to 'hybrid'"
             )
-        if (
-            "kl_clip" in self.model_fields_set
-            and self.kl_clip is not None
-            and not self.uses_kl_clip
-        ):
-            problems.append(
-                f"kl_clip has no effect with direction {self.direction!r} and grafting "
-                f"{self.grafting!r}; remove it or set it to null"
+            problems.append((("grad_worker_fraction", "strategy"), text))
+        asked = "kl_clip" in self.model_fields_set and self.kl_clip is not None
+        if asked and not self.uses_kl_clip:
+            text = (
+                f"kl_clip ({self.kl_clip!r}) has no effect with direction {self.direction!r} and "
+                f"grafting {self.grafting!r}; remove it or set it to null"
             )
+            problems.append((("direction", "grafting", "kl_clip"), text))
         return problems
 
     def _refuse_unavailable(self) -> None:
@@ -238,10 +269,10 @@ class AuxiliaryConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    lr: Annotated[Number, Field(ge=0)] | None = None
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    eps: Annotated[Number, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[Number, Field(ge=0)] | None = None
+    lr: Annotated[Number | None, _expected("a number >= 0, or null", ge=0)] = None
+    betas: Betas = (0.9, 0.95)
+    eps: Annotated[Number, _expected("a number > 0", gt=0)] = 1e-8
+    weight_decay: Annotated[Number | None, _expected("a number >= 0, or null", ge=0)] = None
 
 
 class OptimizerConfig(BaseModel):
@@ -256,9 +287,11 @@ class OptimizerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    lr: Annotated[Number, Field(ge=0)]
-    weight_decay: Annotated[Number, Field(ge=0)] = 0.0
-    aux: AuxiliaryConfig = Field(default_factory=AuxiliaryConfig)
+    lr: Annotated[Number, _expected("a number >= 0", ge=0)]
+    weight_decay: Annotated[Number, _expected("a number >= 0", ge=0)] = 0.0
+    aux: Annotated[AuxiliaryConfig, _expected("an object with lr, betas, eps, weight_decay")] = (
+        Field(default_factory=AuxiliaryConfig)
+    )
 
     @property
     def aux_lr(self) -> float:
@@ -285,111 +318,34 @@ def split_optimizer_params(params: Mapping[str, Any]) -> tuple[OptimizerConfig, 
         The optimizer's settings and a mapping for :meth:`KFACConfig.parse`, defaults included.
 
     Raises:
-        ConfigError: Any key or value is wrong; keys of both kinds are suggested.
+        ConfigError: Keys or values are wrong, of either kind; all are listed.
     """
+    params = {str(key): value for key, value in params.items()}
     own = set(OptimizerConfig.model_fields)
-    unknown = sorted(set(params) - own - set(KFACConfig.model_fields))
-    if unknown:
-        known = own | set(KFACConfig.model_fields)
-        texts = [f"unknown key {key!r};{nearest(key, known)}" for key in unknown]
-        raise ConfigError(
-            "E201", f"optimizer.params: {'; '.join(texts)} Known keys: {', '.join(sorted(known))}"
-        )
+    known = own | set(KFACConfig.model_fields)
+    unknown = [key for key in params if key not in known]
+    problems = [unknown_key(key, known) for key in unknown]
+    mine = {key: value for key, value in params.items() if key in own}
+    rest = {key: value for key, value in params.items() if key in known - own}
+    preconditioner = {**OPTIMIZER_DEFAULTS, **rest}
+    optimizer: OptimizerConfig | None = None
     try:
-        optimizer = OptimizerConfig(**{key: params[key] for key in own & set(params)})
+        optimizer = OptimizerConfig(**mine)
     except ValidationError as error:
-        raise ConfigError("E201", describe(error, "optimizer.params", OptimizerConfig)) from None
-    preconditioner = {key: value for key, value in params.items() if key not in own}
-    return optimizer, {**OPTIMIZER_DEFAULTS, **preconditioner}
-
-
-def describe(error: ValidationError, where: str, model: type[BaseModel]) -> str:
-    """Turn pydantic's report into one line per problem: place, value, what is allowed."""
-    problems = []
-    for item in error.errors():
-        path = ".".join(str(part) for part in item["loc"] if not _is_union_tag(part))
-        value = item["input"]
-        field = str(item["loc"][0]) if item["loc"] else ""
-        if _is_untried_union_member(field, item["loc"], error):
-            continue
-        if item["type"] == "extra_forbidden":
-            known = _known_keys(model, item["loc"])
-            problems.append(
-                f"unknown key {path!r};{nearest(str(item['loc'][-1]), known)} "
-                f"Known keys: {', '.join(sorted(known))}"
-            )
-        elif item["type"] == "missing":
-            problems.append(f"{path}: required, but missing")
-        elif item["type"] == "value_error" and not path:
-            problems.append(str(item["ctx"]["error"]))
-        elif field in _RANGES and not isinstance(_input_of(field, error), dict):
-            problems.append(
-                f"{path}: expected {_RANGES[field][1]}, or a schedule, got {value!r} "
-                f"({type(value).__name__})"
-            )
-        else:
-            problems.append(f"{path}: {item['msg']}, got {value!r} ({type(value).__name__})")
-    return f"{where}: " + "; ".join(dict.fromkeys(problems))
-
-
-def _input_of(field: str, error: ValidationError) -> Any:
-    """The value the user gave for a field: every member of a union reports it whole."""
-    return next(
-        (i["input"] for i in error.errors() if i["loc"][:1] == (field,) and len(i["loc"]) <= 2),
-        {},  # only problems inside an object: the field itself is one
-    )
-
-
-def _is_untried_union_member(
-    field: str, loc: tuple[int | str, ...], error: ValidationError
-) -> bool:
-    """Whether a report comes from the number side of a union although a schedule was meant."""
-    if field not in _RANGES or not isinstance(_input_of(field, error), dict):
-        return False
-    return len(loc) > 1 and not (
-        str(loc[1]) in _SCHEDULES or "Schedule" in str(loc[1]) or "tag" in str(loc[1])
-    )
+        problems += explain(error, mine, OptimizerConfig)[0]
+    try:
+        KFACConfig.parse(preconditioner)
+    except ConfigError as error:
+        problems.append(error.message.removeprefix("kfac: "))
+    except UnsupportedError:
+        pass  # said by whoever parses the settings, once there is nothing else to correct
+    if optimizer is None or problems:
+        if unknown:
+            problems.append(known_keys(known))
+        raise ConfigError("E201", "optimizer.params: " + "; ".join(problems))
+    return optimizer, preconditioner
 
 
 def schema() -> dict[str, Any]:
     """JSON schema of the ``kfac`` section, for editors and for ``ds-kfac schema``."""
     return KFACConfig.model_json_schema()
-
-
-def _known_keys(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
-    node: Any = model
-    for part in loc[:-1]:
-        field = getattr(node, "model_fields", {}).get(part)
-        node = next((m for m in _models(field.annotation) if m), node) if field else node
-        node = _SCHEDULES.get(str(part), node)
-    return list(node.model_fields)
-
-
-def _models(annotation: Any) -> list[Any]:
-    return (
-        [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
-    )
-
-
-def _is_union_tag(part: int | str) -> bool:
-    # pydantic puts the tried member of a union into the path; users never wrote it.
-    text = str(part)
-    return text in _SCHEDULES or "[" in text or text in ("int", "float", "constrained-float")
-
-
-def _show(spec: Any) -> str:
-    return repr(spec) if isinstance(spec, int | float) else repr(spec.model_dump())
-
-
-def _schedules() -> dict[str, type[BaseModel]]:
-    from ds_kfac import schedules
-
-    return {
-        "linear": schedules.LinearSchedule,
-        "cosine": schedules.CosineSchedule,
-        "exponential": schedules.ExponentialSchedule,
-        "steps": schedules.StepsSchedule,
-    }
-
-
-_SCHEDULES = _schedules()

@@ -9,12 +9,32 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictFloat,
+    StrictInt,
+    model_validator,
+)
+
+
+def _representable(value: int) -> int:
+    try:
+        float(value)
+    except OverflowError:
+        raise ValueError("larger than any float") from None
+    return value
+
 
 Number = Annotated[
-    StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)],
-    Field(union_mode="left_to_right"),
+    Annotated[StrictInt, AfterValidator(_representable)]
+    | Annotated[StrictFloat, Field(allow_inf_nan=False)],
+    Field(union_mode="left_to_right", description="a number"),
 ]
+Count = Annotated[StrictInt, Field(ge=1, description="a whole number >= 1")]
+Position = Annotated[StrictInt, Field(ge=0, description="a whole number >= 0")]
 
 
 class _Schedule(BaseModel):
@@ -27,12 +47,12 @@ class LinearSchedule(_Schedule):
     type: Literal["linear"]
     start: Number
     end: Number
-    steps: Annotated[StrictInt, Field(ge=1)]
-    begin: Annotated[StrictInt, Field(ge=0)] = 0
+    steps: Count
+    begin: Position = 0
 
     def value(self, step: int) -> float:
         """Value at an applied step."""
-        return self.start + (self.end - self.start) * _progress(step, self.begin, self.steps)
+        return _between(self.start, self.end, _progress(step, self.begin, self.steps))
 
     def extremes(self) -> tuple[float, float]:
         """Smallest and largest value the schedule ever takes."""
@@ -45,13 +65,13 @@ class CosineSchedule(_Schedule):
     type: Literal["cosine"]
     start: Number
     end: Number
-    steps: Annotated[StrictInt, Field(ge=1)]
-    begin: Annotated[StrictInt, Field(ge=0)] = 0
+    steps: Count
+    begin: Position = 0
 
     def value(self, step: int) -> float:
         """Value at an applied step."""
         share = 0.5 * (1.0 - math.cos(math.pi * _progress(step, self.begin, self.steps)))
-        return self.start + (self.end - self.start) * share
+        return _between(self.start, self.end, share)
 
     def extremes(self) -> tuple[float, float]:
         """Smallest and largest value the schedule ever takes."""
@@ -63,9 +83,22 @@ class ExponentialSchedule(_Schedule):
 
     type: Literal["exponential"]
     start: Number
-    rate: Annotated[Number, Field(gt=0)]
-    every: Annotated[StrictInt, Field(ge=1)] = 1
-    end: Number | None = None
+    rate: Annotated[Number, Field(gt=0, description="a number > 0")]
+    every: Count = 1
+    end: Annotated[Number | None, Field(description="a number, or null")] = None
+
+    @model_validator(mode="after")
+    def _check_end(self) -> ExponentialSchedule:
+        # Growing in absolute value away from zero, or shrinking towards it.
+        upwards = (self.rate > 1) == (self.start > 0)
+        moves = self.rate != 1 and self.start != 0
+        if moves and self.end is not None and (self.end > self.start) != upwards:
+            if self.end != self.start:
+                raise ValueError(
+                    f"end {self.end} lies behind start {self.start}: with rate {self.rate} the "
+                    "schedule moves away from it"
+                )
+        return self
 
     def value(self, step: int) -> float:
         """Value at an applied step."""
@@ -74,13 +107,15 @@ class ExponentialSchedule(_Schedule):
         value = self.start * math.exp(exponent)
         if self.end is None:
             return value
-        return max(value, self.end) if self.end <= self.start else min(value, self.end)
+        return min(max(value, min(self.start, self.end)), max(self.start, self.end))
 
     def extremes(self) -> tuple[float, float]:
         """Smallest and largest value the schedule ever takes."""
         if self.end is not None:
             return min(self.start, self.end), max(self.start, self.end)
-        limit = self.start * math.exp(-700.0) if self.rate <= 1 else math.inf
+        if self.rate == 1 or self.start == 0:
+            return self.start, self.start
+        limit = self.start * (math.exp(-700.0) if self.rate < 1 else math.inf)
         return min(self.start, limit), max(self.start, limit)
 
 
@@ -88,8 +123,13 @@ class StepsSchedule(_Schedule):
     """Piecewise constant: ``values[i]`` until applied step ``boundaries[i]`` is reached."""
 
     type: Literal["steps"]
-    values: Annotated[tuple[Number, ...], Field(min_length=1)]
-    boundaries: tuple[Annotated[StrictInt, Field(ge=1)], ...]
+    values: Annotated[
+        tuple[Number, ...], Field(min_length=1, description="a list of at least one number")
+    ]
+    boundaries: Annotated[
+        tuple[Annotated[StrictInt, Field(ge=1)], ...],
+        Field(description="a list of whole numbers >= 1"),
+    ]
 
     @model_validator(mode="after")
     def _check_lengths(self) -> StepsSchedule:
@@ -110,6 +150,13 @@ class StepsSchedule(_Schedule):
         """Smallest and largest value the schedule ever takes."""
         return min(self.values), max(self.values)
 
+
+SCHEDULES: dict[str, type[BaseModel]] = {
+    "linear": LinearSchedule,
+    "cosine": CosineSchedule,
+    "exponential": ExponentialSchedule,
+    "steps": StepsSchedule,
+}
 
 Schedule = Annotated[
     LinearSchedule | CosineSchedule | ExponentialSchedule | StepsSchedule,
@@ -137,6 +184,13 @@ def is_due(spec: Any, step: int) -> bool:
 def extremes(spec: Any) -> tuple[float, float]:
     """Smallest and largest value of a number or schedule."""
     return (float(spec), float(spec)) if isinstance(spec, int | float) else spec.extremes()
+
+
+def _between(start: float, end: float, share: float) -> float:
+    # Exact at both ends, and never outside: start + (end - start) * share may round past a small
+    # end, and a damping of 1e-20 would become 0.
+    value = start * (1.0 - share) + end * share
+    return min(max(value, min(start, end)), max(start, end))
 
 
 def _progress(step: int, begin: int, steps: int) -> float:

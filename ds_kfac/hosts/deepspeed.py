@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ds_kfac.config import OptimizerConfig
 from ds_kfac.hosts import deepspeed_config, deepspeed_support
+from ds_kfac.hosts.apex import fused_adam
 from ds_kfac.hosts.base import Gradients, Groups
 from ds_kfac.hosts.compatibility import check_base_optimizer, is_own_optimizer
 from ds_kfac.hosts.deepspeed_zero import storage_of
@@ -56,6 +57,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     deepspeed_support.check_config(config)
     if request.optimizer is not None:
         _bring_optimizer(arguments, config, request.config, request.optimizer)
+    elif deepspeed_config.names_fused_adam(config) and arguments.get("optimizer") is None:
+        _bring_fused_adam(arguments, config)
     result = original(*bound.args, **bound.kwargs)
     attach_engine(result[0], request.config)
     return tuple(result)
@@ -226,6 +229,14 @@ def _bring_optimizer(
 
     arguments["optimizer"] = build
     arguments["model_parameters"] = [param for _, param in trainable]
+    deepspeed_config.replace_config(
+        arguments, deepspeed_config.without_kfac(config, drop_optimizer=True)
+    )
+
+
+def _bring_fused_adam(arguments: dict[str, Any], config: dict[str, Any]) -> None:
+    """DeepSpeed knows no type FusedAdam in a JSON: build NVIDIA Apex's as a client optimizer."""
+    arguments["optimizer"] = fused_adam(dict(config["optimizer"].get("params") or {}))
     deepspeed_config.replace_config(
         arguments, deepspeed_config.without_kfac(config, drop_optimizer=True)
     )

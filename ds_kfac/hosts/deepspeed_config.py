@@ -85,6 +85,12 @@ def parse(config: Mapping[str, Any]) -> Request | None:
     return Request(parsed, settings)
 
 
+def names_fused_adam(config: Mapping[str, Any]) -> bool:
+    """Whether the configuration asks for NVIDIA Apex's optimizer by name."""
+    optimizer = config.get("optimizer") or {}
+    return str(optimizer.get("type", "")).lower() == "fusedadam"
+
+
 def without_kfac(config: Mapping[str, Any], *, drop_optimizer: bool) -> dict[str, Any]:
     """The configuration that DeepSpeed sees when ds_kfac brings the optimizer.
 

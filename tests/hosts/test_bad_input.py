@@ -1,0 +1,216 @@
+"""Bad input: one clear error on every rank, before the first step, never a hang."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ds_kfac
+from tests._harness import deepspeed_cpu, world
+from tests.hosts import topology_jobs as jobs
+from tests.hosts.topology_jobs import Cell
+
+ROOT = Path(__file__).resolve().parents[2]
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+ADAM = {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}
+
+
+def _kfac(**params: Any) -> dict[str, Any]:
+    return {"type": "KFAC", "params": {"lr": 0.1, **params}}
+
+
+# name: (JSON beyond the batch size, model, fragments of the message)
+CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
+    "unknown key": (
+        {"optimizer": SGD, "kfac": {"inv_update_step": 10}},
+        "net",
+        ["E201", "inv_update_step", "did you mean 'inv_update_steps'?", "Known keys"],
+    ),
+    "unknown key of type KFAC": (
+        {"optimizer": _kfac(wieght_decay=0.1)},
+        "net",
+        ["E201", "wieght_decay", "did you mean 'weight_decay'?"],
+    ),
+    "wrong type": (
+        {"optimizer": SGD, "kfac": {"damping": "1e-3"}},
+        "net",
+        ["E201", "damping", "'1e-3' (str)", "number"],
+    ),
+    "section is not an object": ({"optimizer": SGD, "kfac": 3}, "net", ["E202", "got 3 (int)"]),
+    "missing learning rate": (
+        {"optimizer": {"type": "KFAC", "params": {}}},
+        "net",
+        ["E201", "lr: required"],
+    ),
+    "contradiction": (
+        {"optimizer": SGD, "kfac": {"factor_update_steps": 10, "inv_update_steps": 15}},
+        "net",
+        ["inv_update_steps (15)", "multiple", "(10)"],
+    ),
+    "setting in both places": (
+        {"optimizer": _kfac(damping=0.1), "kfac": {"damping": 0.2}},
+        "net",
+        ["E207", "damping"],
+    ),
+    "type KFAC switched off": ({"optimizer": _kfac(enabled=False)}, "net", ["E208"]),
+    "no supported layer": (
+        {"optimizer": SGD, "kfac": {}},
+        "norms",
+        ["E132", "no layer", "LayerNorm is not supported"],
+    ),
+    "pattern without a match": (
+        {"optimizer": SGD, "kfac": {"skip_layers": ["frist"]}},
+        "net",
+        ["E134", "'frist'", "did you mean 'first'?"],
+    ),
+    "direction under Adam": (
+        {"optimizer": ADAM, "kfac": {"direction": "orthogonal"}},
+        "net",
+        ["E205", "AdamW", "optimizer type 'KFAC'"],
+    ),
+    "unsupported stage": (
+        {"optimizer": SGD, "kfac": {}, "zero_optimization": {"stage": 7}},
+        "net",
+        ["E150", "stage=7"],
+    ),
+    "unsupported wrapper": (
+        {
+            "optimizer": SGD,
+            "kfac": {},
+            "zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}},
+        },
+        "net",
+        ["E150", "zenflow"],
+    ),
+    "strategy of a later version": (
+        {"optimizer": SGD, "kfac": {"strategy": "hybrid"}},
+        "net",
+        ["E150", "'hybrid'", "'zero_aligned', 'memory'"],
+    ),
+}
+
+
+def _initialize(rank: int, size: int, name: str) -> None:
+    deepspeed_cpu.prepare()
+    extra, model, _ = CASES[name]
+    net = jobs.make_net(Cell("2", {})) if model == "net" else nn.Sequential(nn.LayerNorm(4))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+        **extra,
+    }
+    ds_kfac.initialize(model=net, model_parameters=net.parameters(), config=config)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_raises_the_same_clear_error(name: str) -> None:
+    """The message shows the value, what is allowed and the fix."""
+    errors = world(2).run_expecting_errors(_initialize, name)
+    for error in errors:
+        assert error is not None
+        for fragment in CASES[name][2]:
+            assert fragment in error.text, error.text
+    assert errors[0].same_error == errors[1].same_error
+
+
+def _different_config(rank: int, size: int) -> None:
+    deepspeed_cpu.prepare()
+    net = jobs.make_net(Cell("2", {}))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": SGD,
+        "kfac": {"damping": 0.1 + rank},
+    }
+    ds_kfac.initialize(model=net, model_parameters=net.parameters(), config=config)
+
+
+@pytest.mark.dist
+def test_settings_that_differ_between_ranks_are_refused() -> None:
+    """E203 shows both; otherwise ranks would refresh with different damping."""
+    for error in world(2).run_expecting_errors(_different_config):
+        assert error is not None
+        assert "KFAC-E203" in error.text
+        assert '"damping":1.1' in error.text
+
+
+def _bare_model(rank: int, size: int) -> None:
+    net = jobs.make_net(Cell("2", {}))
+    ds_kfac.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), {})
+
+
+@pytest.mark.dist
+def test_bare_model_in_a_distributed_job_is_refused() -> None:
+    """Without DDP nobody averages gradients, or somebody does whom ds_kfac does not know."""
+    for error in world(2).run_expecting_errors(_bare_model):
+        assert error is not None
+        assert "KFAC-E204" in error.text
+        assert "DistributedDataParallel" in error.text
+
+
+def test_closures_are_refused() -> None:
+    """A closure evaluates gradients after the preconditioner has run."""
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ds_kfac.attach(net, optimizer, {})
+    with pytest.raises(ds_kfac.KFACError, match="E152"):
+        optimizer.step(lambda: net(torch.randn(4, 3)).sum())
+
+
+def test_optimizers_that_cannot_consume_directions_are_refused() -> None:
+    """Muon orthogonalises its input again; LBFGS evaluates the loss inside its step."""
+    net = nn.Linear(3, 2, bias=False)
+    for optimizer in (torch.optim.LBFGS(net.parameters()), torch.optim.Muon(net.parameters())):
+        with pytest.raises(ds_kfac.KFACError, match="E153"):
+            ds_kfac.attach(net, optimizer, {})
+
+
+@pytest.mark.launcher
+def test_launcher_ends_with_an_error_code(tmp_path: Path) -> None:
+    """The deepspeed launcher passes the failure on and leaves no process behind."""
+    config = json.loads((ROOT / "configs/zero2_kfac.json").read_text())
+    config["optimizer"]["params"]["dampng"] = 0.1
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(config))
+    command = [
+        str(Path(sys.executable).parent / "deepspeed"),
+        "--num_gpus",
+        "2",
+        str(ROOT / "launch/train_gpt.py"),
+        "--steps",
+        "2",
+        "--out",
+        str(tmp_path / "out"),
+        "--deepspeed",
+        "--deepspeed_config",
+        str(path),
+    ]
+    environment = _environment()
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode != 0
+    output = done.stdout + done.stderr
+    assert "KFAC-E201" in output
+    assert "did you mean 'damping'?" in output
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    paths = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    return {
+        **os.environ,
+        "PATH": os.pathsep.join(paths),
+        "PYTHONPATH": str(ROOT),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+    }
