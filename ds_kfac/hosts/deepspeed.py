@@ -73,7 +73,10 @@ def attach_engine(engine: Any, config: Any) -> KFAC:
     deepspeed_support.check_engine(engine)
     check_base_optimizer(engine.basic_optimizer, config)
     host = DeepSpeedHost(engine)
-    kfac = KFAC(host, config, own_optimizer=is_own_optimizer(engine.basic_optimizer))
+    own = is_own_optimizer(engine.basic_optimizer)
+    if own and engine.global_steps == 0:
+        host.forget_rehearsal()
+    kfac = KFAC(host, config, own_optimizer=own)
     _wrap_step(engine, kfac, host)
     _wrap_destroy(engine, kfac)
     kfac.on_detach(host.detach)
@@ -171,6 +174,10 @@ class DeepSpeedHost:
     def end_step(self) -> None:
         """After the engine's step."""
         self._storage.end_step()
+
+    def forget_rehearsal(self) -> None:
+        """Undo a step that the engine took with zero gradients to create optimizer states."""
+        self._storage.forget_rehearsal()
 
     def detach(self) -> None:
         """Leave the engine as it was."""

@@ -6,7 +6,7 @@ Facts about DeepSpeed 0.19 that this file relies on, each covered by a test:
   the scale of ``engine.torch_autocast_z0_gradscaler``;
 * stage 0, fp16 and bf16 (``FP16_Optimizer``, ``FP16_UnfusedOptimizer``): ``param.grad`` in
   that dtype. With fp16 the gradient is divided by a loss scale that the loss was never
-  multiplied by;
+  multiplied by. Their construction takes a step with zero gradients, which decays weights;
 * ``BF16_Optimizer``: ``fp32_groups_gradients[i][j]``, whole and the same on every rank. The
   norm that decides about overflow is taken over the whole without a reduction.
 """
@@ -111,6 +111,11 @@ class HalfPrecisionGradients(ReplicatedGradients):
         """As every wrapper."""
         with Storage.skipping(self):
             yield
+
+    def forget_rehearsal(self) -> None:
+        """Undo the decay, and the count that bias corrections would take it for."""
+        self._optimizer.refresh_fp32_params()
+        self._engine.basic_optimizer.state.clear()
 
     def detach(self) -> None:
         """Stop measuring."""

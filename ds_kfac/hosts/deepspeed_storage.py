@@ -96,6 +96,9 @@ class Storage:
         """After the engine's step, applied or dropped."""
         self._scale = None
 
+    def forget_rehearsal(self) -> None:
+        """Undo a step that the optimizer took before training, if it is of that kind."""
+
     def detach(self) -> None:
         """Undo whatever was changed about the engine."""
 
