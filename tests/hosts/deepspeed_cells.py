@@ -160,5 +160,13 @@ def config_of(
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "kfac": {"direction": "natural", "damping": 0.3, "kl_clip": None, **kfac},
+        "kfac": {
+            "direction": "natural",
+            "damping": 0.3,
+            "kl_clip": None,
+            "factor_update_steps": 1,
+            "inv_update_steps": 1,
+            "factor_decay": 0.95,
+            **kfac,
+        },
     }

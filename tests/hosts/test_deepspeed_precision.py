@@ -63,8 +63,7 @@ def test_bf16_engines_move_weights_as_the_oracle_does(size: int) -> None:
     """
     items = [cell("natural", host, dtype="bf16") for host in "0123"]
     items += [
-        cell("natural", host, dtype="bf16", accumulation=4, extra=ACCUMULATE_FP32)
-        for host in "123"
+        cell("natural", host, dtype="bf16", accumulation=4, extra=ACCUMULATE_FP32) for host in "123"
     ]
     items += [
         cell("natural", host, dtype="bf16", zero=OFFLOAD, extra=ACCUMULATE_FP32) for host in "13"
@@ -156,7 +155,12 @@ def test_loss_scale_leaves_no_trace() -> None:
     """
     items = []
     for host, zero, extra in FP16_PLACES:
-        for scaling in (static(8.0), static(64.0), dynamic(32), dynamic(4, loss_scale_window=1)):
+        for scaling in (
+            static(2.0**10),
+            static(2.0**12),
+            dynamic(32),
+            dynamic(10, loss_scale_window=1),
+        ):
             items.append(
                 cell("eigen_adam", host, dtype="fp16", zero=zero, extra={**extra, **scaling})
             )
