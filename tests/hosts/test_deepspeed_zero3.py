@@ -137,6 +137,7 @@ def test_no_rank_holds_a_whole_gradient(direction: str) -> None:
             f"\npeak {found['peak'] / share:.2f}, largest {found['largest'] / share:.2f} of a "
             f"rank's share of the gradient, {found['owned']} of 16 layers owned"
         )
+        assert found["applied"]
         assert found["owned"] == 4
         assert found["largest"] <= share
         assert found["peak"] < found["gradient"]

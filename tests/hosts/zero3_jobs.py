@@ -175,11 +175,25 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
+class Residual(nn.Module):
+    """Sixteen equal layers that leave gradients their size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + 0.1 * layer(x)
+        return x
+
+
 def memory(rank: int, size: int, direction: str) -> dict[str, Any]:
     """Extra bytes in an ordinary step of ds_kfac, against the bytes of a whole gradient."""
     torch.manual_seed(14)
-    net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16)))
+    net = Residual()
     kfac = {"direction": direction, "factor_update_steps": 100, "inv_update_steps": 100}
+    kfac["kl_clip"] = 1e-3
     zero = {"stage3_param_persistence_threshold": 0}
     engine = engine_of(net, config_of(3, size, kfac, zero=zero))
     peak, largest = 0, 0
@@ -199,6 +213,7 @@ def memory(rank: int, size: int, direction: str) -> dict[str, Any]:
         "gradient": 4 * 16 * 64 * 64,
         "owned": sum(owner == rank for owner in engine.kfac.owners.values()),
         "ledger": engine.kfac.ledger(),
+        "applied": engine.was_step_applied(),
     }
     engine.destroy()
     return result
