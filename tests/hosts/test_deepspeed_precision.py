@@ -68,10 +68,39 @@ def test_bf16_engines_move_weights_as_the_oracle_does(size: int) -> None:
     items += [
         cell("natural", host, dtype="bf16", zero=OFFLOAD, extra=ACCUMULATE_FP32) for host in "13"
     ]
+    items += [
+        cell("natural", host, dtype="bf16", extra={"communication_data_type": "fp32"})
+        for host in "023"
+    ]
     found = world(size).run(cells.reports, items, timeout=240)[0]
     check(found, items, 0.06)
     assert found[0].wrapper == "FP16_UnfusedOptimizer"
     assert found[4].wrapper == "BF16_Optimizer"
+
+
+def test_fp32_accumulation_reaches_the_owner() -> None:
+    """Sums of integers that fit fp32 and not bf16: exact wherever they are accumulated.
+
+    ``BF16_Optimizer`` holds whole gradients, the others send slices: a wire in the model's
+    dtype would round them.
+    """
+    kfac = {"direction": "orthogonal", **table.INTERVALS, "factor_decay": 0.5}
+    places = [("1", {}), ("2", {}), ("3", {}), ("1", OFFLOAD), ("3", OFFLOAD)]
+    items = [
+        Cell(
+            host,
+            kfac,
+            accumulation=4,
+            dtype="bf16",
+            integers=True,
+            extra={**ACCUMULATE_FP32, "zero_optimization": zero},
+        )
+        for host, zero in places
+    ]
+    expected = world(1).run(cells.reports, items[:1])[0][0]
+    assert expected.wrapper == "BF16_Optimizer"
+    for report in world(2).run(cells.reports, items)[0]:
+        cells.assert_identical(expected, report)
 
 
 def fused_reports(rank: int, size: int, items: list[Cell]) -> list[Report]:
@@ -197,6 +226,23 @@ def test_torch_autocast(dtype: str) -> None:
     exact = torch.tensor(found[0].norms)
     for report in found:  # of the raw gradient, without the scale
         torch.testing.assert_close(torch.tensor(report.norms), exact, rtol=0.05, atol=0.0)
+
+
+def detached(rank: int, size: int) -> tuple[set[str], set[str], list[bool]]:
+    """Attributes of the engine and its optimizer with ds_kfac, after it, and who was wrapped."""
+    engine = jobs.make_engine(cell("natural", "0", dtype="fp16", extra=static(64.0)), size)
+    with_kfac = set(engine.__dict__)
+    engine.kfac.detach()
+    wrapped = [name in engine.__dict__ for name in ("backward", "_take_model_step", "destroy")]
+    return with_kfac, set(engine.optimizer.__dict__), wrapped
+
+
+def test_detach_leaves_the_engine_as_it_was() -> None:
+    """Nothing that was put on the instances stays there."""
+    attributes, optimizer, wrapped = world(1).run(detached, isolated=True)[0]
+    assert {"backward", "_take_model_step", "destroy"} <= attributes
+    assert wrapped == [False, False, False]
+    assert "unscale_and_clip_grads" not in optimizer
 
 
 def overflowing_autocast(rank: int, size: int, items: list[Cell]) -> list[dict[str, Any]]:

@@ -33,6 +33,9 @@ def test_weights_match_the_oracle(size: int) -> None:
     for variant in ("natural", "orthogonal"):
         items.append(cell(variant, "3", accumulation=4, uneven=True))
         variants.append(variant)
+    if size == 4:  # weights are kept twice, gradients are not
+        items.append(cell("natural", "3", zero={**ALL_CUT, "zero_hpz_partition_size": 2}))
+        variants.append("natural")
     found = world(size).run(cells.reports, items, timeout=240)[0]
     assert {report.wrapper for report in found} == {"DeepSpeedZeroOptimizer_Stage3"}
     cells.assert_close(size, items, variants, found)
@@ -73,8 +76,7 @@ def reference(kind: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_odd_dimensions_frozen_parameters_and_adapters(size: int) -> None:
-    """A 5x7 weight on 2, 3 and 4 ranks; frozen layers and biases; LoRA adapters from peft."""
-    pytest.importorskip("peft")
+    """A 5x7 weight on 2, 3 and 4 ranks; frozen layers and biases; LoRA adapters."""
     kinds = ["plain", "frozen", "lora"]
     expected = {kind: reference(kind) for kind in kinds}
     for zero in ({}, {**ALL_CUT, **SUB_GROUPS}):
@@ -84,8 +86,16 @@ def test_odd_dimensions_frozen_parameters_and_adapters(size: int) -> None:
             assert measured < 1e-5, (kind, zero, measured)
         assert found[0][0]["layers"] == ["0", "2"]
         assert found[0][1]["layers"] == ["2"]
-        assert len(found[0][2]["layers"]) == 4
-        assert all("lora_" in name for name in found[0][2]["layers"])
+        assert found[0][2]["layers"] == ["0.down", "0.up", "2.down", "2.up"]
+
+
+def test_adapters_of_peft() -> None:
+    """Hugging Face's LoRA: wrapped layers, frozen weights, adapters are what is preconditioned."""
+    pytest.importorskip("peft")
+    (found,) = world(2).run(jobs.train_odd, ["peft"], {**ALL_CUT, **SUB_GROUPS})[0]
+    assert cells.difference(found["weights"], reference("peft")) < 1e-5
+    assert len(found["layers"]) == 4
+    assert all("lora_" in name for name in found["layers"])
 
 
 @pytest.mark.parametrize("zero", [{}, OFFLOAD], ids=["device", "offload"])

@@ -33,6 +33,25 @@ def objective(output: Tensor) -> Tensor:
     return 0.5 * (output.double() - 1.0).square().sum().to(output.dtype)
 
 
+class Adapter(nn.Module):
+    """A frozen linear layer and a trainable product of two small ones beside it (LoRA)."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2.0 * self.up(self.down(x))
+
+
+def hand_adapted(net: nn.Module) -> nn.Module:
+    """The network with an adapter around both linear layers."""
+    torch.manual_seed(12)
+    return nn.Sequential(Adapter(net[0]), net[1], Adapter(net[2]))
+
+
 def adapted(net: nn.Module) -> nn.Module:
     """The network with frozen weights and LoRA adapters on both linear layers, from peft."""
     import peft
@@ -52,8 +71,9 @@ def frozen(net: nn.Module) -> nn.Module:
 
 
 def build(kind: str) -> nn.Module:
-    """``plain``, ``frozen`` or ``lora``."""
-    return {"plain": lambda n: n, "frozen": frozen, "lora": adapted}[kind](odd_net())
+    """``plain``, ``frozen``, ``lora`` or ``peft``."""
+    kinds = {"plain": lambda n: n, "frozen": frozen, "lora": hand_adapted, "peft": adapted}
+    return kinds[kind](odd_net())
 
 
 def train_odd(
