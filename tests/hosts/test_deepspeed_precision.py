@@ -78,6 +78,22 @@ def test_bf16_engines_move_weights_as_the_oracle_does(size: int) -> None:
     assert found[4].wrapper == "BF16_Optimizer"
 
 
+def positive_reports(rank: int, size: int, items: list[Cell]) -> list[Report]:
+    """As ``reports``, on integers that sum to more than the 256 that bf16 counts to."""
+
+    def batch(step: int, *, integers: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randint(0, 5, (128, 8), generator=generator).float()
+        return x, torch.randint(1, 3, (128, 24), generator=generator).float()
+
+    original = jobs.batch
+    jobs.batch = batch
+    try:
+        return cells.reports(rank, size, items)
+    finally:
+        jobs.batch = original
+
+
 def test_fp32_accumulation_reaches_the_owner() -> None:
     """Sums of integers that fit fp32 and not bf16: exact wherever they are accumulated.
 
@@ -90,16 +106,20 @@ def test_fp32_accumulation_reaches_the_owner() -> None:
         Cell(
             host,
             kfac,
-            accumulation=4,
+            accumulation=8,
             dtype="bf16",
             integers=True,
-            extra={**ACCUMULATE_FP32, "zero_optimization": zero},
+            extra={
+                **ACCUMULATE_FP32,
+                "communication_data_type": "fp32",
+                "zero_optimization": zero,
+            },
         )
         for host, zero in places
     ]
-    expected = world(1).run(cells.reports, items[:1])[0][0]
+    expected, *others = world(2).run(positive_reports, items)[0]
     assert expected.wrapper == "BF16_Optimizer"
-    for report in world(2).run(cells.reports, items)[0]:
+    for report in others:
         cells.assert_identical(expected, report)
 
 
@@ -226,6 +246,41 @@ def test_torch_autocast(dtype: str) -> None:
     exact = torch.tensor(found[0].norms)
     for report in found:  # of the raw gradient, without the scale
         torch.testing.assert_close(torch.tensor(report.norms), exact, rtol=0.05, atol=0.0)
+
+
+def bad_statistics(rank: int, size: int, items: list[Cell]) -> list[tuple[bool, dict[str, int]]]:
+    """Whether a step moved weights whose inputs on the last rank square to infinity."""
+    results = []
+    for item in items:
+        engine = jobs.make_engine(item, size)
+        before = jobs.full_weights(engine)
+        for bad in (True, False):
+            for x, y, factor in jobs.micro_batches(rank, size, item, 0):
+                x = (x * 1e25 if bad and rank == size - 1 else x).to(jobs.DTYPES[item.dtype])
+                engine.backward(jobs.loss_sum(engine(x), y, integers=False) * factor)
+                engine.step()
+            weights = jobs.full_weights(engine)
+            moved = any(not torch.equal(weights[n], w) for n, w in before.items())
+            assert all(bool(w.isfinite().all()) for w in weights.values())
+            assert moved is not bad, (item, bad)
+        results.append((moved, dict(vars(engine.kfac.counters))))
+        engine.destroy()
+    return results
+
+
+def test_bad_statistics_with_good_gradients_drop_the_step() -> None:
+    """Saturated units have finite gradients, which no DeepSpeed optimizer would skip."""
+    items = [cell("natural", host) for host in "0123"]
+    items += [cell("natural", host, zero=OFFLOAD) for host in "123"]
+    items += [cell("natural", host, dtype="bf16") for host in "023"]
+    items += [
+        cell("natural", "1", dtype="bf16", extra=ACCUMULATE_FP32),
+        cell("natural", "2", dtype="bf16", extra={"bf16": {"check_grad_overflow": False}}),
+        cell("natural", "2", clipping=0.0, zero={"compute_grad_norm": False}),
+    ]
+    for moved, counters in world(2).run(bad_statistics, items)[0]:
+        assert moved
+        assert (counters["skipped"], counters["steps"]) == (1, 1)
 
 
 def detached(rank: int, size: int) -> tuple[set[str], set[str], list[bool]]:

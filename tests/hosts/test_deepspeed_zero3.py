@@ -98,6 +98,13 @@ def test_adapters_of_peft() -> None:
     assert all("lora_" in name for name in found["layers"])
 
 
+def test_sub_groups_keep_the_learning_rate_of_their_group() -> None:
+    """The KL clip weighs layers by learning rate; sub-groups outnumber parameter groups."""
+    expected = world(2).run(jobs.grouped, 0, {})[0]
+    found = world(2).run(jobs.grouped, 3, {**ALL_CUT, **SUB_GROUPS})[0]
+    assert cells.difference(found, expected) < 1e-5
+
+
 @pytest.mark.parametrize("zero", [{}, OFFLOAD], ids=["device", "offload"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_parameter_without_gradient_stays_where_it_is(stage: int, zero: dict[str, Any]) -> None:

@@ -141,6 +141,23 @@ def late_branch(rank: int, size: int, stage: int, zero: dict[str, Any]) -> list[
     return history
 
 
+def grouped(rank: int, size: int, stage: int, zero: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights under a KL clip in force, with a learning rate per layer."""
+    import ds_kfac
+
+    net = odd_net()
+    groups = [{"params": [*net[0].parameters()], "lr": 0.5}, {"params": [*net[2].parameters()]}]
+    config = config_of(stage, size, {"kl_clip": 1e-4}, zero=zero)
+    engine = ds_kfac.initialize(model=net, model_parameters=groups, config=config)[0]
+    for step in range(STEPS):
+        engine.backward(objective(engine(odd_batch(step)[rank::size])) / (ROWS // size))
+        engine.step()
+        assert engine.kfac.metrics()["kl_scale"] < 0.5
+    weights = jobs.full_weights(engine)
+    engine.destroy()
+    return weights
+
+
 def gathers(rank: int, size: int, with_kfac: bool) -> dict[str, Any]:
     """All-gathers of weights in a step, external registrations, and what stays gathered."""
     import deepspeed.runtime.zero.partition_parameters as partition
