@@ -23,6 +23,7 @@ class DirectionSettings:
         momentum: Decay of the gradient average that is preconditioned; 0 is none.
         betas: Decay rates of Adam's moments.
         grafting: ``none``, ``rms`` or ``adam``.
+        wants_change: The modelled change is asked for; it takes a pass over the direction.
     """
 
     direction: str
@@ -31,6 +32,7 @@ class DirectionSettings:
     momentum: float
     betas: tuple[float, float]
     grafting: str
+    wants_change: bool = True
 
 
 def direction(state: LayerState, g: Tensor, settings: DirectionSettings) -> tuple[Tensor, Tensor]:
@@ -45,10 +47,11 @@ def direction(state: LayerState, g: Tensor, settings: DirectionSettings) -> tupl
         settings: Numbers in force.
 
     Returns:
-        The direction ``[d_out, columns]`` and 0-d ``<direction, m>``, where m is the
-        (averaged) gradient that was preconditioned: the modelled change per squared rate.
+        The direction ``[d_out, columns]``, a new tensor, and 0-d fp64 ``<direction, m>``, where
+        m is the (averaged) gradient that was preconditioned: the modelled change per squared
+        rate; zero where nobody asked for it.
     """
-    used = directions.frobenius_norm(g) > 0
+    used = directions.largest(g) > 0
     state.updates += used
     m = _momentum(state, g, used, settings)
     d = _FORMULAS[settings.direction](state, g, m, used, settings)
@@ -56,7 +59,10 @@ def direction(state: LayerState, g: Tensor, settings: DirectionSettings) -> tupl
     d = _graft(state, d, g, used, settings)
     if settings.direction == "orthogonal":
         d = directions.orthogonalise(d, state.spec.parts)
-    d = torch.where(used, d, torch.zeros_like(d))
+    # Finite by now, so that a factor of zero clears it.
+    d = d.mul(used.to(d.dtype))
+    if not settings.wants_change:
+        return d, torch.zeros((), dtype=torch.float64, device=d.device)
     return d, torch.sum(d * m, dtype=torch.float64)
 
 
@@ -103,8 +109,8 @@ def _whitened(
 def _whiten(part: Tensor, basis: BlockBasis, settings: DirectionSettings, *, left: bool) -> Tensor:
     """Multiply by mean times (factor + shift)^-1: the factor in units of its mean eigenvalue."""
     if basis.inverse is not None:
-        inverse = basis.inverse * basis.mean
-        return inverse @ part if left else part @ inverse
+        whitened = basis.inverse @ part if left else part @ basis.inverse
+        return whitened.mul_(basis.mean)
     q, values = basis.vectors, basis.values
     assert q is not None and values is not None
     shift = settings.damping if settings.absolute else settings.damping * basis.mean
@@ -158,10 +164,10 @@ def _second_moment(
             continue
         qg, _, qa, _ = _eigen(basis_g, basis_a)
         tile = second[rows, columns]
-        new = directions.second_moment_rotated_update(
-            tile, g[rows, columns], qg, qa, settings.betas[1]
-        )
-        tile.copy_(torch.where(used, new, tile))
+        # An unused layer decays by 1: nothing of its zero gradient gets in.
+        beta2 = 1.0 - used.double() * (1.0 - settings.betas[1])
+        new = directions.second_moment_rotated_update(tile, g[rows, columns], qg, qa, beta2)
+        tile.copy_(new)
     return second
 
 
@@ -188,10 +194,12 @@ def _replace_nonfinite(
     state: LayerState, d: Tensor, m: Tensor, settings: DirectionSettings
 ) -> Tensor:
     """Fall back to the plain gradient for this step; the length rule follows."""
-    finite = torch.isfinite(directions.frobenius_norm(d))
+    finite = directions.largest(d) < torch.inf
     state.fallbacks += ~finite
     # Adam in an eigenbasis has no length rule after it: the gradient gets Adam's usual RMS.
     plain = directions.graft_rms(m).to(m.dtype) if settings.direction == "eigen_adam" else m
+    if finite.device.type == "cpu":  # where a flag is read for free
+        return d if finite else plain
     return torch.where(finite, d, plain)
 
 

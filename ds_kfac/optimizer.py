@@ -29,10 +29,9 @@ class KFACOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], config: OptimizerConfig) -> None:
-        ratio = config.aux_lr / config.lr if config.lr else 1.0
         defaults = {
             "lr": float(config.lr),
-            "lr_ratio": ratio,
+            "lr_ratio": config.aux_lr / config.lr,
             "betas": tuple(config.aux.betas),
             "eps": float(config.aux.eps),
             "weight_decay": float(config.weight_decay),

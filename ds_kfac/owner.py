@@ -11,7 +11,7 @@ from torch import Tensor
 from ds_kfac import schedules
 from ds_kfac.config import KFACConfig
 from ds_kfac.direct import DirectionSettings, direction
-from ds_kfac.layers.matrixview import to_flat_, to_matrix
+from ds_kfac.layers.matrixview import to_flat, to_matrix
 from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.plan.program import ReduceItem
 from ds_kfac.refresh import RefreshSettings, fold, refresh
@@ -93,7 +93,7 @@ class Owner:
 
         Returns:
             Flat directions by layer, and this rank's modelled change, 0-d fp64:
-            the sum of ``lr^2 <direction, gradient>``.
+            the sum of ``lr^2 <direction, gradient>`` (zero without a KL clip).
         """
         settings = DirectionSettings(
             direction=self._config.direction,
@@ -102,6 +102,7 @@ class Owner:
             momentum=self._momentum,
             betas=self._config.betas,
             grafting=self._config.grafting,
+            wants_change=self._config.uses_kl_clip and self._config.kl_clip is not None,
         )
         total = torch.zeros((), device=self._device, dtype=torch.float64)
         results: dict[int, Tensor] = {}
@@ -111,9 +112,9 @@ class Owner:
             if isinstance(scale, Tensor) or scale != 1.0:
                 g = g * scale
             d, change = direction(state, g, settings)
-            flat = torch.empty(spec.numel, device=self._device, dtype=self._dtype)
-            results[layer] = to_flat_(d if stored_scale == 1.0 else d * stored_scale, spec, flat)
-            total += change * learning_rates.get(spec.weight.name, 1.0) ** 2
+            results[layer] = to_flat(d if stored_scale == 1.0 else d * stored_scale, spec)
+            if settings.wants_change:
+                total += change * learning_rates.get(spec.weight.name, 1.0) ** 2
         return results, total
 
     def state_dict(self) -> dict[str, Any]:

@@ -25,18 +25,18 @@ from torch import Tensor
 from ds_kfac import schedules
 from ds_kfac.assembly import assemble
 from ds_kfac.capture.hooks import install
-from ds_kfac.capture.session import CaptureSession, Pending
+from ds_kfac.capture.session import CaptureSession, Pending, packer
 from ds_kfac.comm.communicator import Communicator
 from ds_kfac.comm.ledger import Ledger
-from ds_kfac.comm.run import GradientExchange, planned_factor_bytes, reduce_factors
+from ds_kfac.comm.run import GradientExchange, reduce_factors
 from ds_kfac.comm.vote import Verdict, health, raise_everywhere
 from ds_kfac.config import KFACConfig
 from ds_kfac.errors import NumericalError, StateError, nearest
 from ds_kfac.layers.spec import LayerTable
 from ds_kfac.math.directions import kl_scale
-from ds_kfac.math.packing import pack_upper
 from ds_kfac.owner import Owner, resolve_momentum
-from ds_kfac.plan.program import ReduceItem
+from ds_kfac.soundness import gradient_norm, is_finite
+from ds_kfac.telemetry.factors import gather_factors
 from ds_kfac.telemetry.metrics import Counters, collect
 from ds_kfac.telemetry.table import layer_table
 
@@ -82,6 +82,7 @@ class KFAC:
             device=self._device,
         )
         specs = self._layers.layers
+        self._ours = {slot.name for spec in specs for slot in spec.slots}
         self._owner = Owner(
             specs,
             self._exchange.owned,
@@ -159,17 +160,14 @@ class KFAC:
             raise StateError(
                 "E310", f"no preconditioned layer {name!r};{nearest(name, names)} See kfac.table()"
             )
-        layer = names.index(name)
-        spec = self._layers.layers[layer]
-        owner = self._program.exchange.owners[layer]
-        both = []
-        for side, size in (("a", spec.columns), ("g", spec.d_out)):
-            if owner == self._data.rank:
-                factor = dict(self._owner.states[layer].sides())[side].dense().contiguous()
-            else:
-                factor = torch.empty(size, size, device=self._device, dtype=self._dtype)
-            both.append(self._data.broadcast_(factor, owner, "inspection"))
-        return both[0], both[1]
+        return gather_factors(
+            names.index(name),
+            self._layers.layers,
+            self._program.exchange,
+            self._owner.states,
+            self._data,
+            like=torch.empty(0, device=self._device, dtype=self._dtype),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and the state of the layers this rank owns, as plain tensors and numbers."""
@@ -183,7 +181,7 @@ class KFAC:
             StateError: Version, layers or shapes do not fit; nothing is changed then.
         """
         if state.get("version") != 1:
-            raise StateError("E303", f"K-FAC state of version {state.get('version')!r}, expected 1")
+            raise StateError("E308", f"K-FAC state of version {state.get('version')!r}, expected 1")
         self._owner.load_state_dict(state["layers"])
         for name, value in state["counters"].items():
             setattr(self.counters, name, int(value))
@@ -218,9 +216,9 @@ class KFAC:
         """
         gradients = self._host.gradients()
         pending = self._session.drain()
-        norm = _norm(gradients.views.values(), self._device)
-        self._plan_all_reduce("vote", torch.empty(1, dtype=torch.int64))
-        verdict = health(self._model, self._finite(norm, pending), error=self._has_error())
+        norm = gradient_norm(gradients.views.values(), self._device)
+        finite = is_finite(norm, pending.values())
+        verdict = health(self._model, finite, error=self._has_error())
         if verdict is Verdict.ERROR:
             raise_everywhere(self._model, self._take_error())
         if verdict is Verdict.NONFINITE:
@@ -255,19 +253,6 @@ class KFAC:
             step=step,
         )
 
-    def _finite(self, norm: Tensor, pending: Mapping[str, Pending]) -> Tensor:
-        """Whether this rank's gradients and statistics are finite, 0-d bool.
-
-        A NaN or Inf anywhere in a row makes its square on the diagonal non-finite: traces
-        are enough.
-        """
-        traces = [
-            block.diagonal().sum() for sums in pending.values() for block in (*sums.a, *sums.g)
-        ]
-        if not traces:
-            return torch.isfinite(norm)
-        return torch.isfinite(norm) & torch.isfinite(torch.stack(traces)).all()
-
     def _refuse_nonfinite(self) -> None:
         step, scale = self.counters.steps, self._host.stored_scale()
         if scale != 1.0:  # how a dynamic loss scale finds its value
@@ -290,7 +275,6 @@ class KFAC:
         threshold = self._host.clip_threshold()
         if partial:
             norm = self._model.sum_(norm.square(), "scalars").sqrt()
-            self._plan_all_reduce("scalars", norm)
         self._grad_norm = norm / self._host.stored_scale()
         if threshold <= 0:
             return None
@@ -302,11 +286,10 @@ class KFAC:
             sums = reduce_factors(
                 self._program.rounds,
                 self._data,
-                self._packer(pending),
+                packer(pending, self._layers.layers),
                 dtype=self._dtype,
                 device=self._device,
             )
-            self._ledger_plan_factors()
             self._guard(lambda: self._owner.fold(sums, step=step))
             self.counters.captures += 1
         if schedules.is_due(self.config.inv_update_steps, step):
@@ -321,24 +304,34 @@ class KFAC:
         for layer in self._exchange.owned:
             if layer not in flats:  # replicated: the whole gradient is here already
                 flats[layer] = self._replicated(layer, gradients.views)
-        stored = self._host.stored_scale()
-        directions, change = self._owner.directions(
-            flats,
-            step=self.counters.steps,
-            scale=1.0 / stored if clip is None else (clip / stored).to(self._dtype),
-            stored_scale=stored,
-            learning_rates=self._host.learning_rates() if self.config.uses_kl_clip else {},
-        )
+        directions, change = self._directions(flats, clip)
         flats.clear()
         scale = self._trust_scale(change)
         if scale is not None:
             for flat in directions.values():
                 flat.mul_(scale)
         slices, shared = self._exchange.from_owners(directions)
-        for kind, planned in self._exchange.planned_bytes().items():
-            self._ledger.plan(kind, planned)
         self._write(slices, shared, clip)
         self.counters.preconditions += 1
+
+    def _directions(
+        self, flats: Mapping[int, Tensor], clip: Tensor | None
+    ) -> tuple[Mapping[int, Tensor], Tensor]:
+        stored = self._host.stored_scale()
+        try:
+            return self._owner.directions(
+                flats,
+                step=self.counters.steps,
+                scale=1.0 / stored if clip is None else (clip / stored).to(self._dtype),
+                stored_scale=stored,
+                learning_rates=self._host.learning_rates() if self.config.uses_kl_clip else {},
+            )
+        except Exception as error:
+            # The other ranks wait for this one's part: it hands back plain gradients, and the
+            # next vote stops everybody.
+            self._error = self._error or error
+            plain = {layer: flat.to(self._dtype) for layer, flat in flats.items()}
+            return plain, torch.zeros((), device=self._device, dtype=torch.float64)
 
     def _replicated(self, layer: int, views: Mapping[str, Tensor]) -> Tensor:
         parts = [
@@ -352,7 +345,6 @@ class KFAC:
         if not self.config.uses_kl_clip or self.config.kl_clip is None:
             return None
         total = self._model.sum_(modelled_change, "scalars")
-        self._plan_all_reduce("scalars", total)
         clip = schedules.value_at(self.config.kl_clip, self.counters.steps)
         self._kl_scale = kl_scale(total, clip)
         return self._kl_scale
@@ -365,7 +357,6 @@ class KFAC:
     ) -> None:
         views = self._host.writable()
         specs = self._layers.layers
-        ours = {slot.name for spec in specs for slot in spec.slots}
         for segment, values in slices:
             if segment.param in views:
                 views[segment.param][: segment.numel].copy_(values)
@@ -373,26 +364,12 @@ class KFAC:
             for slot in specs[layer].slots:
                 if slot.name in views:
                     views[slot.name].copy_(flat[slot.offset : slot.offset + slot.numel])
-        others = [view for name, view in views.items() if name not in ours]
+        others = [view for name, view in views.items() if name not in self._ours]
         if clip is not None and others:
             torch._foreach_mul_(others, clip.to(others[0]))
         self._host.after_write()
 
     # ------------------------------------------------------------------ helpers
-
-    def _packer(self, pending: Mapping[str, Pending]) -> Callable[[ReduceItem, Tensor], None]:
-        specs = self._layers.layers
-
-        def pack(item: ReduceItem, out: Tensor) -> None:
-            sums = pending.get(specs[item.layer].name)
-            if sums is None:
-                return
-            if item.side == "counts":
-                out.copy_(torch.tensor(sums.counts(), dtype=out.dtype))
-            else:
-                pack_upper((sums.a if item.side == "a" else sums.g)[item.block], out)
-
-        return pack
 
     def _guard(self, work: Callable[[], None]) -> None:
         """Run local work between collectives; its error waits for the next vote."""
@@ -408,27 +385,3 @@ class KFAC:
         error = self._error or self._session.error
         self._error = self._session.error = None
         return error
-
-    def _plan_all_reduce(self, kind: str, values: Tensor) -> None:
-        size = self._model.size
-        if size > 1:
-            share = values.numel() * values.element_size() * (size - 1)
-            self._ledger.plan(kind, 2 * share // size)
-
-    def _ledger_plan_factors(self) -> None:
-        size = self._data.size
-        if size > 1:
-            itemsize = torch.empty(0, dtype=self._dtype).element_size()
-            planned = planned_factor_bytes(self._program.rounds, size, itemsize)
-            self._ledger.plan("factors", planned)
-
-
-def _norm(views: Any, device: torch.device) -> Tensor:
-    """Norm of all views, 0-d fp64; non-finite if any element is."""
-    tensors = list(views)
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    norms = torch._foreach_norm(tensors, 2, dtype=wide)
-    total: Tensor = torch.stack(norms).double().norm()
-    return total.to(device)  # an offloaded optimizer keeps its gradients on the CPU

@@ -36,32 +36,62 @@ def install(
     modules = dict(model.named_modules())
     return [
         modules[name].register_forward_hook(
-            _forward_hook(name, session, output_scale), with_kwargs=True
+            _forward_hook(name, modules[name], session, output_scale), with_kwargs=True
         )
         for name in session.specs
     ]
 
 
 def _forward_hook(
-    name: str, session: CaptureSession, output_scale: Callable[[], float]
-) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Tensor], None]:
+    name: str, attached: nn.Module, session: CaptureSession, output_scale: Callable[[], float]
+) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Tensor], Tensor | None]:
     def hook(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> None:
-        if not session.active or not module.training:
-            return
-        if not torch.is_grad_enabled() or not output.requires_grad:
-            return
+    ) -> Tensor | None:
+        # A deep copy of the model (EMA, evaluation) shares this function but is another model.
+        if module is not attached or not session.active or not module.training:
+            return None
+        if not torch.is_grad_enabled() or not _has_gradient(module, output):
+            return None
         try:
             x: Tensor = args[0] if args else kwargs["input" if "input" in kwargs else "x"]
             with torch.no_grad():
                 source = _keep_or_reduce(name, session, module, x)
-            gradient_hook = _gradient_hook(name, session, module, source, output_scale)
-            output.register_hook(gradient_hook)  # type: ignore[no-untyped-call]
+            replacement, target = _hookable(output)
+            gradient_hook = _gradient_hook(
+                name, session, module, source, output_scale, output.shape
+            )
+            target.register_hook(gradient_hook)  # type: ignore[no-untyped-call]
+            return replacement
         except Exception as error:
             session.error = session.error or error
+            return None
 
     return hook
+
+
+def _hookable(output: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Find the tensor whose gradient is surely computed, whatever happens to the output.
+
+    Layers with more than two input dimensions return a view of a matrix. An in-place
+    activation rewrites the history of the matrix and drops the view's, hook included; the
+    matrix's own hook stays with the product that made it.
+
+    Returns:
+        What replaces the layer's output (None: nothing), and the tensor to hook.
+    """
+    base = output._base
+    if base is None:
+        return None, output
+    if (
+        base.grad_fn is not None
+        and base.numel() == output.numel()
+        and base.is_contiguous()
+        and output.is_contiguous()
+    ):
+        return None, base
+    copy = output.clone()
+    return copy, copy
 
 
 def _gradient_hook(
@@ -70,17 +100,32 @@ def _gradient_hook(
     module: nn.Module,
     source: Callable[[], InputSums],
     output_scale: Callable[[], float],
+    shape: torch.Size,
 ) -> Callable[[Tensor], None]:
     def hook(g: Tensor) -> None:
         if not session.active:
             return
         try:
             with torch.no_grad():
-                session.add(name, module, source(), g, scale=output_scale())
+                session.add(name, module, source(), g.reshape(shape), scale=output_scale())
         except Exception as error:
             session.error = session.error or error
 
     return hook
+
+
+def _has_gradient(module: nn.Module, output: Tensor) -> bool:
+    """Whether this call will contribute to the weight's gradient (it may be frozen by now)."""
+    weight = _weight(module)
+    return output.requires_grad and weight is not None and weight.requires_grad
+
+
+def _weight(module: nn.Module) -> Tensor | None:
+    """The layer's weight, as it is.
+
+    ZeRO 3 has released it by now, and gathers it again for whoever reads the attribute.
+    """
+    return module._parameters.get("weight")
 
 
 def _keep_or_reduce(
@@ -89,19 +134,36 @@ def _keep_or_reduce(
     """Reduce the input now, or keep it until its gradient arrives.
 
     Autograd keeps a layer's input for the weight's gradient anyway, so holding it costs no
-    memory and spares a [d_in, d_in] buffer per call in flight. Not so when something sits
-    between: saved-tensor hooks (non-reentrant checkpointing, offloading) exist to release
-    it, and autocast saves a cast copy, which leaves the caller free to overwrite the input.
-
-    The weight itself is not looked at: under ZeRO 3 it has been released by now, and reading
-    the attribute would gather it again.
+    memory and spares a [d_in, d_in] buffer per call in flight.
     """
-    kept_by_autograd = (
-        not torch.is_autocast_enabled(x.device.type)
-        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    )
-    if kept_by_autograd:
-        kept = x.detach()
-        return lambda: session.input_sums(name, module, kept)
-    sums = session.input_sums(name, module, x)
-    return lambda: sums
+    if not _kept_by_autograd(module, x):
+        sums = session.input_sums(name, module, x)
+        return lambda: sums
+    kept, version = x.detach(), x._version
+
+    def reduce() -> InputSums:
+        if kept._version != version:
+            raise RuntimeError(
+                f"the input of layer {name} was overwritten between its forward and backward; "
+                "clone it before the layer, or list the layer in kfac.skip_layers"
+            )
+        return session.input_sums(name, module, kept)
+
+    return reduce
+
+
+def _kept_by_autograd(module: nn.Module, x: Tensor) -> bool:
+    """Whether autograd itself holds this input, unchanged, until the layer's backward.
+
+    Not so when something sits between: saved-tensor hooks (non-reentrant checkpointing,
+    offloading) exist to release it; autocast and padding modes save a changed copy, which
+    leaves the caller free to overwrite the input.
+    """
+    weight = _weight(module)
+    if weight is None or weight.dtype != x.dtype:
+        return False
+    if torch.is_autocast_enabled(x.device.type):
+        return False
+    if getattr(module, "padding_mode", "zeros") != "zeros":
+        return False
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None

@@ -7,6 +7,7 @@ factors independent of batch size, accumulation and rank count).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from ds_kfac.layers.kinds import KINDS
 from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.math.moments import add_outer_blocks_
+from ds_kfac.math.packing import pack_upper
+from ds_kfac.plan.program import ReduceItem
 
 
 @dataclass
@@ -49,6 +52,28 @@ class Pending:
     def counts(self) -> tuple[float, float, float]:
         """``(rows_used, rows_seen, loss_terms)``."""
         return float(self.rows_used), float(self.rows_seen), float(self.loss_terms)
+
+
+def packer(
+    pending: Mapping[str, Pending], specs: Sequence[LayerSpec]
+) -> Callable[[ReduceItem, Tensor], None]:
+    """Writes this rank's share of an item of a reduction round.
+
+    Args:
+        pending: Statistics of the step; a layer without any leaves its items as they are.
+        specs: Layers, which items name by index.
+    """
+
+    def pack(item: ReduceItem, out: Tensor) -> None:
+        sums = pending.get(specs[item.layer].name)
+        if sums is None:
+            return
+        if item.side == "counts":
+            out.copy_(torch.tensor(sums.counts(), dtype=out.dtype))
+        else:
+            pack_upper((sums.a if item.side == "a" else sums.g)[item.block], out)
+
+    return pack
 
 
 @dataclass

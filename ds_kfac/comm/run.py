@@ -44,6 +44,11 @@ class GradientExchange:
         self._outgoing = exchange.outgoing(rank)
         self._incoming = exchange.incoming(rank)
         self._local = exchange.local(rank)
+        self._shared = [
+            [layer for layer in exchange.owned(owner) if layer in exchange.replicated]
+            for owner in range(communicator.size)
+        ]
+        self._planned = self._plan()
 
     def to_owners(self, views: Mapping[str, Tensor]) -> dict[int, Tensor]:
         """Collect the gradients of the layers this rank owns.
@@ -82,6 +87,8 @@ class GradientExchange:
             The slices this rank holds of sharded layers, and the full flat directions of
             replicated layers.
         """
+        for kind, planned in self._planned.items():
+            self._comm.ledger.plan(kind, planned)
         slices = [(s, _slice(directions, s)) for s in self._local]
         if self._exchange.moves_shards:
             parts = [_slice(directions, s) for part in self._incoming for s in part]
@@ -91,8 +98,8 @@ class GradientExchange:
             slices += _split(received, self._outgoing)
         return slices, self._share_replicated(directions)
 
-    def planned_bytes(self) -> dict[str, int]:
-        """Bytes this rank sends per step, by ledger kind."""
+    def _plan(self) -> dict[str, int]:
+        """Bytes this rank sends per step, by ledger kind, from the program alone."""
         rank, size = self._comm.rank, self._comm.size
         if size == 1:
             return {}
@@ -116,13 +123,12 @@ class GradientExchange:
         if self._comm.size == 1 or not shared:
             return {layer: flat for layer, flat in directions.items() if layer in shared}
         part = torch.zeros(self._exchange.gather_numel, dtype=self._dtype, device=self._device)
-        mine = [layer for layer in self.owned if layer in shared]
+        mine = self._shared[self._comm.rank]
         for layer, target in self._layout_of_part(part, mine):
             target.copy_(directions[layer])
         gathered = self._comm.all_gather(part, "directions")
         result: dict[int, Tensor] = {}
-        for owner in range(self._comm.size):
-            theirs = [layer for layer in self._exchange.owned(owner) if layer in shared]
+        for owner, theirs in enumerate(self._shared):
             result.update(self._layout_of_part(gathered[owner], theirs))
         return result
 
@@ -169,14 +175,11 @@ def reduce_factors(
         part = buffer[0]
         if communicator.size > 1:
             part = communicator.reduce_scatter(buffer, "factors")
+            others = reduce_round.part_numel * (communicator.size - 1)
+            communicator.ledger.plan("factors", others * _itemsize(dtype))
         mine = reduce_round.items[communicator.rank]
         owned += [(item, part[item.offset : item.offset + item.numel]) for item in mine]
     return owned
-
-
-def planned_factor_bytes(rounds: Sequence[ReduceRound], size: int, itemsize: int) -> int:
-    """Bytes a rank sends to reduce one step's factors."""
-    return sum(r.part_numel for r in rounds) * (size - 1) * itemsize
 
 
 def _slice(flats: Mapping[int, Tensor], segment: Segment) -> Tensor:

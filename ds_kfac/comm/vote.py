@@ -52,7 +52,7 @@ def raise_everywhere(communicator: Communicator, error: Exception | None) -> Non
     first = next((report for report in reports if report is not None), None)
     if first is None:
         return
-    if error is not None and communicator.rank == reports.index(first):
+    if error is not None and error is not first and communicator.rank == reports.index(first):
         raise first from error
     raise first
 

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_kfac.comm.communicator import Communicator
+from ds_kfac.comm.ledger import Ledger
+from ds_kfac.comm.vote import raise_everywhere
 from ds_kfac.config import OptimizerConfig
+from ds_kfac.errors import ConfigError
 from ds_kfac.hosts import deepspeed_config, deepspeed_support
 from ds_kfac.hosts.apex import fused_adam
 from ds_kfac.hosts.base import Gradients, Groups
@@ -48,20 +52,46 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     original = deepspeed.initialize
     bound = deepspeed_config.bind(original, args, kwargs)
     arguments = bound.arguments
-    config = deepspeed_config.load(arguments)
-    request = None if config is None else deepspeed_config.parse(config)
-    if config is None or request is None or not request.config.enabled:
+    request, error = _prepare(arguments)
+    if request is None and error is None:
         result = original(*args, **kwargs)
         result[0].kfac = None
         return tuple(result)
-    deepspeed_support.check_config(config)
-    if request.optimizer is not None:
-        _bring_optimizer(arguments, config, request.config, request.optimizer)
-    elif deepspeed_config.names_fused_adam(config) and arguments.get("optimizer") is None:
-        _bring_fused_adam(arguments, config)
+    # DeepSpeed would start the process group in a moment; a rank that cannot go on has to tell
+    # the others before they wait for it there.
+    deepspeed.init_distributed(
+        dist_backend=deepspeed.get_accelerator().communication_backend_name(),
+        distributed_port=arguments.get("distributed_port", 29500),
+        dist_init_required=arguments.get("dist_init_required"),
+    )
+    raise_everywhere(Communicator(torch.distributed.group.WORLD, Ledger()), error)
+    assert request is not None
     result = original(*bound.args, **bound.kwargs)
     attach_engine(result[0], request.config)
     return tuple(result)
+
+
+def _prepare(
+    arguments: dict[str, Any],
+) -> tuple[deepspeed_config.Request | None, Exception | None]:
+    """Read the request and bring the optimizer it asks for; changes ``arguments``.
+
+    Returns:
+        The request, None when nothing is asked for, and what went wrong on this rank.
+    """
+    try:
+        config = deepspeed_config.load(arguments)
+        request = None if config is None else deepspeed_config.parse(config)
+        if config is None or request is None or not request.config.enabled:
+            return None, None
+        deepspeed_support.check_config(config)
+        if request.optimizer is not None:
+            _bring_optimizer(arguments, config, request.config, request.optimizer)
+        elif deepspeed_config.names_fused_adam(config) and arguments.get("optimizer") is None:
+            _bring_fused_adam(arguments, config)
+    except Exception as error:
+        return None, error
+    return request, None
 
 
 def attach_engine(engine: Any, config: Any) -> KFAC:
@@ -70,6 +100,8 @@ def attach_engine(engine: Any, config: Any) -> KFAC:
     Raises:
         KFACError: The engine, its optimizer or the model are not supported.
     """
+    if engine.__dict__.get("kfac") is not None:
+        raise ConfigError("E212", "this engine has K-FAC already; call engine.kfac.detach() first")
     deepspeed_support.check_engine(engine)
     check_base_optimizer(engine.basic_optimizer, config)
     host = DeepSpeedHost(engine)
@@ -142,7 +174,7 @@ class DeepSpeedHost:
         """Through DeepSpeed's logger."""
         from deepspeed.utils import logger
 
-        logger.info(f"ds_kfac\n{text}")
+        logger.info("ds_kfac\n%s", text)
 
     @contextmanager
     def clipping_done(self) -> Iterator[None]:

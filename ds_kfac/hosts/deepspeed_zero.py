@@ -63,6 +63,7 @@ class PartitionedGradients(ZeroStorage):
             for i in range(len(self._optimizer.bit16_groups))
             for param, pieces in _pieces(self._optimizer, i)
         }
+        self._local = [self._local_pieces(i) for i in range(len(self._optimizer.bit16_groups))]
 
     def layouts(self, names: Sequence[str]) -> dict[str, Layout]:
         """Slices of every rank, from the optimizer's own tables."""
@@ -146,13 +147,17 @@ class PartitionedGradients(ZeroStorage):
         for accumulated in optimizer.accumulated_grads_in_cpu.values():
             accumulated.zero_()
 
-    def _views_of_group(self, i: int, gradients: Any) -> Iterator[tuple[str, Tensor]]:
-        local = [
+    def _local_pieces(self, i: int) -> list[tuple[str, Piece, int]]:
+        """This rank's slices of group i in the order of the optimizer's list."""
+        return [
             (self._names[id(param)], piece, start)
             for param in self._optimizer.params_in_partition[i]
             for piece, start in self._pieces.get(self._names[id(param)], ())
             if piece.rank == self._rank
         ]
+
+    def _views_of_group(self, i: int, gradients: Any) -> Iterator[tuple[str, Tensor]]:
+        local = self._local[i]
         offloaded = self._optimizer.cpu_offload
         flat = gradients if offloaded else getattr(gradients, "flat_partition", None)
         if flat is not None:

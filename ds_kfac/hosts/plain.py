@@ -24,6 +24,8 @@ from ds_kfac.preconditioner import KFAC
 
 logger = logging.getLogger(__name__)
 
+_MARK = "_ds_kfac_attached"
+
 
 class PlainHost:
     """A model whose gradients are in ``param.grad``, whole on every rank.
@@ -142,6 +144,8 @@ def attach(
     config = KFACConfig.parse(config)
     if not config.enabled:
         return None
+    if getattr(optimizer, _MARK, False):
+        raise ConfigError("E212", "this optimizer has K-FAC already; call its detach() first")
     bare, groups = _unwrap(model, groups)
     check_base_optimizer(optimizer, config)
     host = PlainHost(bare, optimizer, groups, grad_scaler)
@@ -205,6 +209,8 @@ class _StepHooks:
 
 def _install(kfac: KFAC, optimizer: torch.optim.Optimizer) -> None:
     hooks = _StepHooks(kfac, optimizer)
+    setattr(optimizer, _MARK, True)
+    kfac.on_detach(lambda: delattr(optimizer, _MARK))
     before = optimizer.register_step_pre_hook(hooks.before)
     after = optimizer.register_step_post_hook(hooks.after)
     kfac.on_detach(before.remove)

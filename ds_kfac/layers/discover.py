@@ -54,11 +54,13 @@ def discover(
         left_out.append(
             LeftOut(name, type(module).__name__, reason or "", sum(_numel(p) for p in own))
         )
-        if kind is None and any(len(_shape(param)) >= 2 for param in own):
+        refused = kind is None or kind.refusal(module) is not None
+        skipped = any(matches(name, module, pattern) for pattern in config.skip_layers)
+        if refused and not skipped and any(len(_shape(param)) >= 2 for param in own):
             unsupported.append((name, type(module).__name__))
     _check_patterns(model, config.skip_layers)
     if config.strict_layers and unsupported:
-        _refuse_unsupported(unsupported, config)
+        _refuse_unsupported(unsupported)
     if not layers:
         reasons = "; ".join(f"{item.name or '(root)'}: {item.reason}" for item in left_out[:20])
         raise CoverageError(
@@ -96,6 +98,8 @@ def _reason_left_out(
         return "has no parameter named weight (parametrized or replaced)"
     if not weight.requires_grad:
         return "requires_grad=False"
+    if _numel(weight) == 0:
+        return f"has no elements, shape {list(_shape(weight))}"
     bias = module._parameters.get("bias")
     for label, param in (("weight", weight), ("bias", bias)):
         if param is not None and uses[id(param)] > 1:
@@ -113,13 +117,6 @@ def _spec(name: str, module: nn.Module, kind: LayerKind, config: KFACConfig) -> 
     bias = None
     if bias_param is not None and bias_param.requires_grad:
         bias = ParamSlot(prefix + "bias", _shape(bias_param), weight.numel)
-    parts = next((n for p, n in config.fused_parts.items() if matches(name, module, p)), 1)
-    if d_out % parts:
-        raise CoverageError(
-            "E135",
-            f"layer {name}: {d_out} rows cannot be split into {parts} equal parts; correct "
-            "kfac.fused_parts",
-        )
     return LayerSpec(
         name=name,
         kind=kind.name,
@@ -127,9 +124,23 @@ def _spec(name: str, module: nn.Module, kind: LayerKind, config: KFACConfig) -> 
         d_out=d_out,
         weight=weight,
         bias=bias,
-        parts=parts,
+        parts=_parts(name, module, d_out, config),
         a_blocks=cut(d_in + (bias is not None), config.max_factor_dim),
         g_blocks=cut(d_out, config.max_factor_dim),
+    )
+
+
+def _parts(name: str, module: nn.Module, d_out: int, config: KFACConfig) -> int:
+    """Matrices stacked along the rows; a default pattern that does not fit was a wrong guess."""
+    parts = next((n for p, n in config.fused_parts.items() if matches(name, module, p)), 1)
+    if d_out % parts == 0:
+        return parts
+    if "fused_parts" not in config.model_fields_set:
+        return 1  # an adapter or a grouped-query projection under a telling name
+    raise CoverageError(
+        "E135",
+        f"layer {name}: {d_out} rows cannot be split into {parts} equal parts; correct "
+        "kfac.fused_parts",
     )
 
 
@@ -156,19 +167,13 @@ def _check_patterns(model: nn.Module, patterns: Sequence[str]) -> None:
         )
 
 
-def _refuse_unsupported(unsupported: list[tuple[str, str]], config: KFACConfig) -> None:
-    kept = [
-        (name, kind)
-        for name, kind in sorted(unsupported)
-        if not any(fnmatch.fnmatchcase(name, p) or p in (name, kind) for p in config.skip_layers)
-    ]
-    if kept:
-        names = ", ".join(f"{name} ({kind})" for name, kind in kept)
-        raise CoverageError(
-            "E131",
-            f"strict_layers: {len(kept)} modules are not supported: {names}; list them in "
-            "kfac.skip_layers or set strict_layers to false",
-        )
+def _refuse_unsupported(unsupported: list[tuple[str, str]]) -> None:
+    names = ", ".join(f"{name or '(root)'} ({kind})" for name, kind in sorted(unsupported))
+    raise CoverageError(
+        "E131",
+        f"strict_layers: {len(unsupported)} modules are not supported: {names}; list them in "
+        "kfac.skip_layers or set strict_layers to false",
+    )
 
 
 def _shape(param: nn.Parameter) -> tuple[int, ...]:

@@ -74,13 +74,13 @@ class LinearKind:
     def input_rows(self, module: nn.Module, x: Tensor, sharing: str) -> Tensor:
         """Rows of ``[..., d_in]``."""
         if sharing == "reduce" and x.ndim > 2:
-            return x.reshape(x.shape[0], -1, x.shape[-1]).mean(dim=1)
+            return x.flatten(1, -2).mean(dim=1)
         return x.reshape(-1, x.shape[-1])
 
     def gradient_rows(self, module: nn.Module, g: Tensor, sharing: str) -> Tensor:
         """Rows of ``[..., d_out]``."""
         if sharing == "reduce" and g.ndim > 2:
-            return g.reshape(g.shape[0], -1, g.shape[-1]).sum(dim=1)
+            return g.flatten(1, -2).sum(dim=1)
         return g.reshape(-1, g.shape[-1])
 
     def loss_terms(self, g: Tensor, rows: int, sharing: str) -> int:

@@ -40,3 +40,18 @@ def to_flat_(matrix: Tensor, spec: LayerSpec, out: Tensor) -> Tensor:
     if spec.bias is not None:
         out[spec.bias.offset :].copy_(matrix[:, spec.d_in])
     return out
+
+
+def to_flat(matrix: Tensor, spec: LayerSpec) -> Tensor:
+    """Flat form of a matrix view, in its dtype; a view of it where layout and bias allow that.
+
+    Args:
+        matrix: ``[d_out, columns]``.
+        spec: The layer.
+
+    Returns:
+        ``[numel]``, contiguous.
+    """
+    if spec.bias is None:
+        return KINDS[spec.kind].from_matrix(matrix, spec.weight.shape).reshape(-1)
+    return to_flat_(matrix, spec, matrix.new_empty(spec.numel))

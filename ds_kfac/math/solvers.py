@@ -316,9 +316,9 @@ def _symmetric(matrices: Tensor) -> Tensor:
 
 
 def _largest(matrices: Tensor) -> Tensor:
-    """Largest magnitude of each matrix in one pass; NaN or Inf if any element is."""
-    norm: Tensor = torch.linalg.vector_norm(matrices, torch.inf, dim=(-2, -1))
-    return norm
+    """Largest magnitude of each matrix; NaN or Inf if any element is."""
+    # The maximum norm says the same, but on the CPU it takes twenty times as long.
+    return torch.maximum(matrices.amax(dim=(-2, -1)), -matrices.amin(dim=(-2, -1)))
 
 
 def _identity_(matrices: Tensor, where: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ class Layout:
     """Where a parameter's reduced gradient lives.
 
     Attributes:
-        pieces: Disjoint slices that cover the parameter; empty when ``replicated``.
+        pieces: Disjoint slices that cover the parameter, one per rank at most; empty when
+            ``replicated``.
         replicated: Every rank holds the whole gradient.
     """
 

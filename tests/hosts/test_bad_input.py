@@ -156,6 +156,39 @@ def test_bare_model_in_a_distributed_job_is_refused() -> None:
         assert "DistributedDataParallel" in error.text
 
 
+def test_attaching_twice_is_refused() -> None:
+    """Two preconditioners on one optimizer would apply the curvature twice."""
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    kfac = ds_kfac.attach(net, optimizer, {})
+    with pytest.raises(ds_kfac.KFACError, match="E212"):
+        ds_kfac.attach(net, optimizer, {})
+    kfac.detach()
+    ds_kfac.attach(net, optimizer, {}).detach()
+
+
+def _unreadable_on_one_rank(rank: int, size: int, folder: str) -> None:
+    deepspeed_cpu.prepare()
+    net = jobs.make_net(Cell("2", {}))
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": SGD, "kfac": {}}
+    path = Path(folder) / "config.json"
+    if rank == 0:
+        path.write_text(json.dumps(config))
+    torch.distributed.barrier()
+    name = str(path if rank == 0 else path.with_name("absent.json"))
+    ds_kfac.initialize(model=net, model_parameters=net.parameters(), config=name)
+
+
+@pytest.mark.dist
+def test_one_rank_without_its_file_stops_all(tmp_path: Path) -> None:
+    """A node without the mounted folder: its peers would wait for it in the first collective."""
+    errors = world(2).run_expecting_errors(_unreadable_on_one_rank, str(tmp_path))
+    for error in errors:
+        assert error is not None
+        assert "KFAC-E206" in error.text
+        assert "absent.json" in error.text
+
+
 def test_closures_are_refused() -> None:
     """A closure evaluates gradients after the preconditioner has run."""
     net = nn.Linear(3, 2)

@@ -9,7 +9,7 @@ import torch
 
 import ds_kfac
 from ds_kfac.errors import UnsupportedError
-from tests._harness import world
+from tests._harness import deepspeed_cpu, world
 from tests.hosts import deepspeed_cells as cells
 from tests.hosts import topology_table as table
 from tests.hosts.deepspeed_cells import Report, cell
@@ -131,16 +131,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("section", "words"), REFUSED)
-def test_what_is_not_supported_is_refused(section: dict[str, Any], words: str) -> None:
-    """Before DeepSpeed is asked for anything, with the setting and the alternative."""
-    pytest.importorskip("deepspeed")
-    net = torch.nn.Linear(3, 3)
-    optimizer = {"type": "KFAC", "params": {"lr": 0.1}}
-    with pytest.raises(UnsupportedError, match=words) as caught:
-        ds_kfac.initialize(
-            model=net,
-            model_parameters=net.parameters(),
-            config={"train_batch_size": 1, "optimizer": optimizer, **section},
-        )
-    assert caught.value.code == "E150"
+def refusals(rank: int, size: int, sections: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Code and text of each refusal."""
+    deepspeed_cpu.prepare()
+    found = []
+    for section in sections:
+        net = torch.nn.Linear(3, 3)
+        config = {"train_batch_size": size, "optimizer": {"type": "KFAC", "params": {"lr": 0.1}}}
+        try:
+            ds_kfac.initialize(
+                model=net, model_parameters=net.parameters(), config={**config, **section}
+            )
+            found.append(("", "was not refused"))
+        except UnsupportedError as error:
+            found.append((error.code, str(error)))
+    return found
+
+
+def test_what_is_not_supported_is_refused() -> None:
+    """Before DeepSpeed builds anything, on every rank, with the setting and the alternative."""
+    for found in world(2).run(refusals, [section for section, _ in REFUSED]):
+        for (code, text), (section, words) in zip(found, REFUSED, strict=True):
+            assert code == "E150", (section, text)
+            assert words in text, (section, text)

@@ -1,0 +1,220 @@
+r"""What a K-FAC step costs, in AdamW steps on the same model and the same tokens.
+
+    python benchmarks/step_cost.py --out runs/step_cost --kfac-pytorch PATH
+
+All systems are trained in one process, block by block in turn, so that noise of the machine hits
+all of them alike. Each block is measured in units of the AdamW steps right before and after it.
+Steps that only precondition, steps that also capture and steps that also refresh are measured
+apart and put together for every pair of intervals; every number is a median over all blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    # Started as a script, Python looks for modules beside this file instead of in the checkout.
+    sys.path[0] = str(ROOT)
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from benchmarks import bars  # noqa: E402
+from benchmarks.amortised import Sample, rows, table_text, verdict, write_csv  # noqa: E402
+from benchmarks.parts import CLOCKS, PARTS, PartTimer  # noqa: E402
+from benchmarks.systems import BASELINE, CYCLE, DS_KFAC, PEER, System, build  # noqa: E402
+from launch.data import Batches, DataError, load_text  # noqa: E402
+from launch.model import GPTConfig  # noqa: E402
+
+BASELINE_STEPS = 3
+"""AdamW steps between two blocks."""
+
+Measured = dict[str, float]
+
+
+class Meter:
+    """Measures steps.
+
+    Args:
+        clock: Returns seconds.
+        batches: Where every system's step n gets its tokens.
+    """
+
+    def __init__(self, clock: Callable[[], float], batches: Batches) -> None:
+        self._clock = clock
+        self._batches = batches
+        self._timer = PartTimer(clock)
+
+    def cycle(self, system: System, first: int, count: int) -> list[Measured]:
+        """Measure consecutive steps of a system.
+
+        Args:
+            system: What to measure.
+            first: Number of its first step, which chooses the tokens.
+            count: How many steps.
+
+        Returns:
+            Seconds of each step: ``total`` and every part.
+        """
+        result = []
+        with self._timer.installed(system.functions):
+            for step in range(first, first + count):
+                inputs, targets = self._tokens(step)
+                self._timer.reset()
+                start = self._clock()
+                system.step(inputs, targets)
+                result.append({"total": self._clock() - start, **self._timer.seconds})
+        return result
+
+    def _tokens(self, step: int) -> tuple[Tensor, Tensor]:
+        return next(self._batches.micro_batches(step, rank=0, world=1, count=1))
+
+
+def cycle_sample(cycle: list[Measured], unit: float) -> Sample:
+    """One block as costs in AdamW steps.
+
+    Args:
+        cycle: Seconds of the steps of a cycle.
+        unit: Seconds of an AdamW step.
+    """
+
+    def mean(kind: str) -> dict[str, float]:
+        steps = [step for step, found in zip(cycle, CYCLE, strict=True) if found == kind]
+        return {key: statistics.fmean(s[key] for s in steps) / unit for key in ("total", *PARTS)}
+
+    return Sample(mean("plain"), mean("capture"), mean("refresh"))
+
+
+def measure(
+    systems: list[System], meter: Meter, *, rounds: int, say: Callable[[str], None]
+) -> tuple[dict[str, list[Sample]], float]:
+    """Run all systems in turn.
+
+    Args:
+        systems: AdamW first.
+        meter: Measures steps.
+        rounds: Blocks of every system that count; one more warms up.
+        say: Shows progress.
+
+    Returns:
+        Samples by system, and the median of all AdamW steps in seconds.
+    """
+    baseline, *others = systems
+    samples: dict[str, list[Sample]] = {system.name: [] for system in others}
+    seconds: list[float] = []
+    steps = _counter(BASELINE_STEPS)
+    for round_index in range(rounds + 1):
+        before = meter.cycle(baseline, next(steps), BASELINE_STEPS)
+        # In turn from another start: no system always follows the same one.
+        shift = round_index % max(1, len(others))
+        for system in (*others[shift:], *others[:shift]):
+            cycle = meter.cycle(system, round_index * len(CYCLE), len(CYCLE))
+            after = meter.cycle(baseline, next(steps), BASELINE_STEPS)
+            around = [step["total"] for step in (*before, *after)]
+            if round_index > 0:
+                samples[system.name].append(cycle_sample(cycle, statistics.median(around)))
+                seconds += around
+            before = after
+        say(f"round {round_index} of {rounds}" + (" (warm-up)" if round_index == 0 else ""))
+    return samples, statistics.median(seconds)
+
+
+def _counter(stride: int) -> Iterator[int]:
+    first = 0
+    while True:
+        yield first
+        first += stride
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line of the script."""
+    cli = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = GPTConfig()
+    cli.add_argument("--kfac-pytorch", type=Path, metavar="PATH", help="checkout to compare with")
+    for name, default, text in (
+        ("width", sizes.width, "model dimension"),
+        ("layers", sizes.layers, "transformer blocks"),
+        ("seq-len", sizes.seq_len, "bytes per sequence"),
+        ("tokens", 2048, "per step"),
+        ("rounds", 12, "measured blocks per system"),
+        ("threads", 1, "of torch"),
+    ):
+        cli.add_argument(f"--{name}", type=_positive, default=default, help=f"{text} ({default})")
+    cli.add_argument("--clock", choices=sorted(CLOCKS), default="cpu", help="time taken (cpu)")
+    cli.add_argument("--text", type=Path, help="file or folder (the standard library's sources)")
+    cli.add_argument("--out", type=Path, default=Path("runs/step_cost"), help="output folder")
+    cli.add_argument("--markdown", action="store_true", help="print the table in Markdown")
+    return cli
+
+
+def _positive(value: str) -> int:
+    number = int(value)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return number
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, write.
+
+    Raises:
+        DataError: The text or the number of tokens cannot be used.
+        ImportError: There is no kfac-pytorch at the given path.
+        ValueError: The sizes of the model do not fit.
+    """
+    heads = max(1, args.width // 32)
+    sizes = GPTConfig(seq_len=args.seq_len, layers=args.layers, width=args.width, heads=heads)
+    if args.tokens % args.seq_len:
+        raise DataError(f"--tokens {args.tokens} is no multiple of --seq-len {args.seq_len}")
+    torch.set_num_threads(args.threads)
+    text = load_text(args.text)
+    text.require(args.seq_len)
+    batches = Batches(text.train, args.seq_len, args.tokens // args.seq_len, seed=0)
+    systems = build(sizes, kfac_pytorch=args.kfac_pytorch)
+    meter = Meter(CLOCKS[args.clock], batches)
+    samples, seconds = measure(
+        systems, meter, rounds=args.rounds, say=lambda t: print(t, file=sys.stderr, flush=True)
+    )
+    table = rows(samples)
+    numel = sum(p.numel() for p in systems[0].model.parameters())
+    title = (
+        f"{sizes.layers} layers of width {sizes.width} ({numel:,} parameters), "
+        f"{args.tokens} tokens per step"
+    )
+    print(f"{title}; {args.clock} time, {args.threads} thread(s), {args.rounds} cycles per system")
+    print(f"unit: one {BASELINE} step, {seconds:.3f} s; medians\n")
+    print(table_text(table, markdown=args.markdown) + "\n")
+    print(verdict(table, DS_KFAC, PEER))
+    others = [(a, b) for b in samples if "pytorch" in b for a in samples if "pytorch" not in a]
+    for ours, theirs in others:
+        if (ours, theirs) != (DS_KFAC, PEER):
+            print(f"  {verdict(table, ours, theirs)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_csv(args.out / "step_cost.csv", table)
+    if importlib.util.find_spec("matplotlib") is None:
+        print("PNG: not drawn, matplotlib is missing (pip install matplotlib)")
+    else:
+        bars.draw(args.out / "step_cost.png", table, title=title)
+    print(f"written to {args.out}")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the script; returns the exit code."""
+    try:
+        return run(parser().parse_args(arguments))
+    except (DataError, ImportError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
