@@ -31,8 +31,8 @@ class Assembly:
         program: Owners and everything that moves.
         device: Where parameters live.
         dtype: Dtype of factors, bases and directions: fp32, for fp64 models fp64.
+        stored_dtype: Dtype of the layers' stored gradients; they travel in it.
         is_stage: The model is one stage of a pipeline.
-        stored_dtype: Widest dtype of the layers' parameters; gradients travel in it.
     """
 
     layers: LayerTable
@@ -68,6 +68,7 @@ def assemble(
     stored = first.dtype
     for weight in weights:
         stored = torch.promote_types(stored, weight.dtype)
+    stored = host.gradient_dtype() or stored
     program = _program(host, config, layers.layers, data.size)
     agree(data, "the communication program", program.fingerprint())
     return Assembly(

@@ -255,7 +255,10 @@ class KFAC:
         )
 
     def _refuse_nonfinite(self) -> None:
-        step = self.counters.steps
+        step, scale = self.counters.steps, self._host.stored_scale()
+        if scale != 1.0:  # how a dynamic loss scale finds its value
+            logger.info("step %d: overflow at loss scale %g, dropped on all ranks", step, scale)
+            return
         if self.config.on_nonfinite == "raise":
             raise NumericalError(
                 "E102",
@@ -364,7 +367,7 @@ class KFAC:
                     views[slot.name].copy_(flat[slot.offset : slot.offset + slot.numel])
         others = [view for name, view in views.items() if name not in self._ours]
         if clip is not None and others:
-            torch._foreach_mul_(others, clip.to(others[0].dtype))
+            torch._foreach_mul_(others, clip.to(others[0]))
         self._host.after_write()
 
     # ------------------------------------------------------------------ helpers

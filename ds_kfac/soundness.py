@@ -15,7 +15,7 @@ def gradient_norm(views: Iterable[Tensor], device: torch.device) -> Tensor:
 
     Args:
         views: Flat gradients of one dtype per tensor.
-        device: Device of the result when there are none.
+        device: Device of the result: an offloaded optimizer keeps gradients on the CPU.
     """
     tensors = list(views)
     if not tensors:
@@ -23,7 +23,7 @@ def gradient_norm(views: Iterable[Tensor], device: torch.device) -> Tensor:
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     norms = torch._foreach_norm(tensors, 2, dtype=wide)
     total: Tensor = torch.stack(norms).double().norm()
-    return total
+    return total.to(device)
 
 
 def is_finite(norm: Tensor, pending: Iterable[Pending]) -> Tensor:

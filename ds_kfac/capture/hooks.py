@@ -116,8 +116,16 @@ def _gradient_hook(
 
 def _has_gradient(module: nn.Module, output: Tensor) -> bool:
     """Whether this call will contribute to the weight's gradient (it may be frozen by now)."""
-    weight = module.weight
-    return output.requires_grad and isinstance(weight, Tensor) and weight.requires_grad
+    weight = _weight(module)
+    return output.requires_grad and weight is not None and weight.requires_grad
+
+
+def _weight(module: nn.Module) -> Tensor | None:
+    """The layer's weight, as it is.
+
+    ZeRO 3 has released it by now, and gathers it again for whoever reads the attribute.
+    """
+    return module._parameters.get("weight")
 
 
 def _keep_or_reduce(
@@ -151,8 +159,8 @@ def _kept_by_autograd(module: nn.Module, x: Tensor) -> bool:
     offloading) exist to release it; autocast and padding modes save a changed copy, which
     leaves the caller free to overwrite the input.
     """
-    weight = module.weight
-    if not isinstance(weight, Tensor) or weight.dtype != x.dtype:
+    weight = _weight(module)
+    if weight is None or weight.dtype != x.dtype:
         return False
     if torch.is_autocast_enabled(x.device.type):
         return False

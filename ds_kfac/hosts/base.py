@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ds_kfac.plan.topology import Layout
@@ -64,6 +65,10 @@ class Host(Protocol):
 
     def writable(self) -> Mapping[str, Tensor]:
         """Views that the host's optimizer will consume, in the widest dtype it allows."""
+        ...
+
+    def gradient_dtype(self) -> torch.dtype | None:
+        """Dtype in which reduced gradients are stored; None is that of the parameters."""
         ...
 
     def after_write(self) -> None:

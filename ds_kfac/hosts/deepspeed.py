@@ -23,7 +23,7 @@ from ds_kfac.hosts.apex import fused_adam
 from ds_kfac.hosts.base import Gradients, Groups
 from ds_kfac.hosts.compatibility import check_base_optimizer, is_own_optimizer
 from ds_kfac.hosts.deepspeed_patch import original_initialize
-from ds_kfac.hosts.deepspeed_zero import PartitionedGradients, ReplicatedGradients
+from ds_kfac.hosts.deepspeed_zero import storage_of
 from ds_kfac.layers.discover import discover
 from ds_kfac.optimizer import KFACOptimizer, param_groups
 from ds_kfac.plan.topology import Layout
@@ -110,16 +110,20 @@ def attach_engine(engine: Any, config: Any) -> KFAC:
     check_base_optimizer(engine.basic_optimizer, config)
     is_stage = deepspeed_pipe.is_pipeline(engine.module)
     host = PipelineHost(engine) if is_stage else DeepSpeedHost(engine)
-    kfac = KFAC(host, config, own_optimizer=is_own_optimizer(engine.basic_optimizer))
+    own = is_own_optimizer(engine.basic_optimizer)
+    if own and engine.global_steps == 0:
+        host.forget_rehearsal()
+    kfac = KFAC(host, config, own_optimizer=own)
     _wrap_step(engine, kfac, host)
     _wrap_destroy(engine, kfac)
+    kfac.on_detach(host.detach)
     engine.kfac = kfac
     kfac.on_detach(lambda: setattr(engine, "kfac", None))
     return kfac
 
 
 class DeepSpeedHost:
-    """A DeepSpeed engine with ZeRO stage 0, 1 or 2.
+    """A DeepSpeed engine with ZeRO stage 0 to 3.
 
     Args:
         engine: The initialised engine.
@@ -130,11 +134,7 @@ class DeepSpeedHost:
         self.groups = Groups(data=engine.seq_data_parallel_group)
         self._engine = engine
         self._ranks = torch.distributed.get_world_size(self.groups.data)
-        self._storage: ReplicatedGradients | PartitionedGradients
-        if engine.zero_optimization():
-            self._storage = PartitionedGradients(engine, self.groups)
-        else:
-            self._storage = ReplicatedGradients(engine)
+        self._storage = storage_of(engine, self.groups)
         self._group_index = _group_index(engine)
 
     def layouts(self, names: Sequence[str]) -> dict[str, Layout]:
@@ -149,16 +149,22 @@ class DeepSpeedHost:
         """What the engine's optimizer will consume."""
         return self._storage.writable()
 
+    def gradient_dtype(self) -> torch.dtype | None:
+        """As accumulated by the engine."""
+        return self._storage.dtype()
+
     def after_write(self) -> None:
-        """Nothing is cached without optimizer offload."""
+        """Norms and scales that the engine's optimizer remembers."""
+        self._storage.after_write()
 
     def output_scale(self) -> float:
-        """Gradients are averaged over the data-parallel ranks; accumulation is in the loss."""
-        return 1.0 / self._ranks
+        """Undo the loss scale, apply the average over ranks; accumulation is in the loss."""
+        ranks = self._ranks if self._engine.gradient_average else 1
+        return 1.0 / (self._storage.stored_scale() * ranks)
 
     def stored_scale(self) -> float:
-        """No loss scale in fp32 and bf16."""
-        return 1.0
+        """The loss scale."""
+        return self._storage.stored_scale()
 
     def clip_threshold(self) -> float:
         """The JSON's ``gradient_clipping``."""
@@ -189,7 +195,8 @@ class DeepSpeedHost:
         if inner is not None:
             optimizer.clip_grad = 0.0
         try:
-            yield
+            with self._storage.applying():
+                yield
         finally:
             config.gradient_clipping = clipping
             if inner is not None:
@@ -197,31 +204,21 @@ class DeepSpeedHost:
 
     @contextmanager
     def skipping(self) -> Iterator[None]:
-        """Make the engine skip a step with non-finite gradients, also where it would not look.
+        """Make the engine skip a step, also where it would not look or cannot see."""
+        with self._storage.skipping():
+            yield
 
-        Wrapped optimizers look themselves once their check is on; a bare torch optimizer
-        (stage 0, fp32) would apply them, so its step does nothing for once.
-        """
-        optimizer = self._engine.optimizer
-        if hasattr(optimizer, "check_grad_overflow"):
-            check = optimizer.check_grad_overflow
-            optimizer.check_grad_overflow = True
-            try:
-                yield
-            finally:
-                optimizer.check_grad_overflow = check
-            return
-        if hasattr(optimizer, "overflow_checker"):
-            yield
-            return
-        step = optimizer.step
-        optimizer.step = _do_nothing
-        optimizer.overflow = True
-        try:
-            yield
-        finally:
-            optimizer.step = step
-            del optimizer.overflow
+    def end_step(self) -> None:
+        """After the engine's step."""
+        self._storage.end_step()
+
+    def forget_rehearsal(self) -> None:
+        """Undo a step that the engine took with zero gradients to create optimizer states."""
+        self._storage.forget_rehearsal()
+
+    def detach(self) -> None:
+        """Leave the engine as it was."""
+        self._storage.detach()
 
 
 class PipelineHost(DeepSpeedHost):
@@ -255,10 +252,6 @@ class PipelineHost(DeepSpeedHost):
             yield
 
 
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
 def _wrap_step(engine: Any, kfac: KFAC, host: DeepSpeedHost) -> None:
     original = engine._take_model_step
 
@@ -266,12 +259,14 @@ def _wrap_step(engine: Any, kfac: KFAC, host: DeepSpeedHost) -> None:
         if not kfac.before_step():
             with host.skipping():
                 result = original(*args, **kwargs)
+            host.end_step()
             kfac.after_step(applied=False)
             return result
         with host.clipping_done():
             result = original(*args, **kwargs)
         # The engine has just measured the directions; users watch the gradient's norm.
         engine._global_grad_norm = kfac.grad_norm
+        host.end_step()
         kfac.after_step(applied=True)
         return result
 
@@ -331,15 +326,17 @@ def _bring_fused_adam(arguments: dict[str, Any], config: dict[str, Any]) -> None
 def _group_index(engine: Any) -> dict[str, int]:
     """Index of the base optimizer's parameter group of every trainable parameter, by name."""
     optimizer = engine.optimizer
-    for attribute in ("bit16_groups", "fp16_groups"):
+    for attribute in ("bit16_groups", "bf16_groups", "fp16_groups"):
         groups = getattr(optimizer, attribute, None)
         if groups is not None:
             break
     else:
         groups = [group["params"] for group in optimizer.param_groups]
-    index = {id(param): i for i, group in enumerate(groups) for param in group}
+    # ZeRO 3 cuts each parameter group into sub-groups.
+    parents = getattr(optimizer, "sub_group_to_group_id", range(len(groups)))
+    index = {id(param): parents[i] for i, group in enumerate(groups) for param in group}
     return {
         name: index[id(param)]
         for name, param in engine.module.named_parameters()
-        if id(param) in index
+        if param.requires_grad and id(param) in index
     }

@@ -101,6 +101,8 @@ def without_kfac(config: Mapping[str, Any], *, drop_optimizer: bool) -> dict[str
         result.pop("optimizer", None)
         # Element-wise, so any flattening is fine; DeepSpeed asks for the flag by class name.
         result["zero_allow_untested_optimizer"] = True
+        # An offloaded partition is an ordinary CPU tensor; DeepSpeedCPUAdam is not needed.
+        result["zero_force_ds_cpu_optimizer"] = False
     return result
 
 

@@ -9,8 +9,10 @@ from ds_kfac.errors import ConfigError, UnsupportedError
 
 _WRAPPERS = {
     "DeepSpeedZeroOptimizer": "ZeRO 1 and 2",
-    "FP16_UnfusedOptimizer": "stage 0, bf16",
-    "FP16_Optimizer": "stage 0, bf16 with a fused optimizer",
+    "DeepSpeedZeroOptimizer_Stage3": "ZeRO 3",
+    "BF16_Optimizer": "ZeRO 1, bf16 accumulated in fp32",
+    "FP16_UnfusedOptimizer": "stage 0, bf16 and fp16",
+    "FP16_Optimizer": "stage 0, bf16 and fp16 with a fused optimizer",
 }
 
 
@@ -20,19 +22,10 @@ def check_config(config: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedError: Names the setting, the reason and the alternative (E150).
     """
-    zero = config.get("zero_optimization") or {}
-    stage = zero.get("stage", 0)
-    problems = []
-    if stage not in (0, 1, 2):
-        problems.append(f"zero_optimization.stage={stage!r} (use 0, 1 or 2)")
-    for key in ("offload_optimizer", "offload_param", "zenflow"):
-        device = (zero.get(key) or {}).get("device", "cpu") if zero.get(key) else "none"
-        if device != "none":
-            problems.append(f"zero_optimization.{key} (remove it)")
-    if (config.get("fp16") or {}).get("enabled"):
-        problems.append("fp16.enabled (use bf16 or fp32)")
-    if (config.get("torch_autocast") or {}).get("enabled"):
-        problems.append("torch_autocast.enabled (use bf16 or fp32)")
+    problems = _zero_problems(config.get("zero_optimization") or {})
+    for key in ("fp16_master_weights_and_grads", "bf16_master_weights_and_grads"):
+        if (config.get(key[:4]) or {}).get(key):
+            problems.append(f"{key[:4]}.{key} (directions need fp32 master weights; remove it)")
     if (config.get("tensor_parallel") or {}).get("autotp_size", 0):
         problems.append("tensor_parallel.autotp_size (remove it)")
     if config.get("sequence_parallel_size", 1) != 1:
@@ -41,6 +34,36 @@ def check_config(config: Mapping[str, Any]) -> None:
         problems.append("compile.deepcompile (its graphs bypass the hooks; set it to false)")
     if problems:
         raise UnsupportedError("E150", "not available with kfac: " + "; ".join(problems))
+
+
+def _zero_problems(zero: Mapping[str, Any]) -> list[str]:
+    """What of a ``zero_optimization`` section is not available, each with the alternative."""
+    problems = []
+    if zero.get("stage", 0) not in (0, 1, 2, 3):
+        problems.append(f"zero_optimization.stage={zero['stage']!r} (use 0, 1, 2 or 3)")
+    offload = zero.get("offload_optimizer") or {}
+    if offload.get("device") == "nvme":
+        problems.append(
+            "zero_optimization.offload_optimizer.device='nvme' (gradients are on disk when "
+            "directions are computed; use 'cpu')"
+        )
+    if offload.get("super_offload"):
+        problems.append(
+            "zero_optimization.offload_optimizer.super_offload (it applies gradients during the "
+            "backward pass; set it to false)"
+        )
+    if offload.get("ratio", 1.0) != 1.0:
+        problems.append("zero_optimization.offload_optimizer.ratio (use 1.0)")
+    if (zero.get("offload_param") or {}).get("device") == "nvme":
+        problems.append("zero_optimization.offload_param.device='nvme' (use 'cpu')")
+    if zero.get("zenflow"):
+        problems.append(
+            "zero_optimization.zenflow (it steps outside the engine's step; use offload_optimizer "
+            "without zenflow)"
+        )
+    if zero.get("zero_quantized_gradients"):
+        problems.append("zero_optimization.zero_quantized_gradients (set it to false)")
+    return problems
 
 
 def check_engine(engine: Any) -> None:
@@ -70,11 +93,13 @@ def check_engine(engine: Any) -> None:
         raise UnsupportedError(
             "E150",
             f"DeepSpeed optimizer wrapper {wrapper} is not supported; supported: bare optimizers "
-            f"(stage 0, fp32), {known}. With bf16 and ZeRO 1 leave data_types.grad_accum_dtype out",
+            f"(stage 0, fp32 and torch autocast), {known}",
         )
-    if engine.zero_optimization() and engine.optimizer.cpu_offload:
+    if getattr(engine.optimizer, "swap_optimizer", False):
+        raise UnsupportedError("E150", "an optimizer offloaded to nvme is not supported; use cpu")
+    if engine.is_deepcompile_active():
         raise UnsupportedError(
-            "E150", "optimizer offload is not supported: remove offload_optimizer"
+            "E150", "DeepCompile is not supported: its graphs bypass the hooks; use torch.compile"
         )
     if getattr(engine, "has_moe_layers", False):
         raise UnsupportedError("E150", "DeepSpeed MoE layers are not supported")

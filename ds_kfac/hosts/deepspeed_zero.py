@@ -1,11 +1,13 @@
-"""Where DeepSpeed keeps reduced gradients under ZeRO 0, 1 and 2.
+"""Where DeepSpeed keeps reduced gradients under ZeRO 1 and 2; choice of the right storage.
 
 Facts about DeepSpeed 0.19 that this file relies on, each covered by a test:
 
-* stage 0: whole gradients in ``param.grad``, in the model's dtype;
-* stages 1 and 2: ``optimizer.averaged_gradients[i]`` holds, in the order of
-  ``params_in_partition[i]``, the local slice of each parameter (plus marked padding), or one
-  flat fp32 buffer when gradients are accumulated in fp32;
+* ``optimizer.averaged_gradients[i]`` holds, in the order of ``params_in_partition[i]``, the
+  local slice of each parameter (plus marked padding), or one flat fp32 buffer when gradients
+  are accumulated in fp32;
+* with an offloaded optimizer the local partition is ``single_partition_of_fp32_groups[i].grad``
+  on the CPU. It is not cleared between steps, the norm of each parameter is remembered, and
+  overflow is a flag that was set in the backward pass;
 * the optimizer's own tables say which rank holds which slice, for all ranks, also under
   ``round_robin_gradients`` and ``parameter_alignment``. ``param._hp_mapping`` does not.
 """
@@ -13,55 +15,54 @@ Facts about DeepSpeed 0.19 that this file relies on, each covered by a test:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.hosts.base import Gradients, Groups
+from ds_kfac.hosts.base import Groups
+from ds_kfac.hosts.deepspeed_mixed import (
+    Bf16Gradients,
+    HalfPrecisionGradients,
+    ReplicatedGradients,
+)
+from ds_kfac.hosts.deepspeed_storage import Storage, ZeroStorage, parameter_names
+from ds_kfac.hosts.deepspeed_zero3 import ShardedGradients
 from ds_kfac.plan.topology import Layout, Piece
 
 
-class ReplicatedGradients:
-    """Stage 0: every rank holds every gradient."""
+def storage_of(engine: Any, groups: Groups) -> Storage:
+    """Choose the storage of an engine that has passed the support checks.
 
-    def __init__(self, engine: Any) -> None:
-        self._parameters = {
-            name: param for name, param in engine.module.named_parameters() if param.requires_grad
-        }
-
-    def layouts(self, names: Sequence[str]) -> dict[str, Layout]:
-        """Replicated."""
-        return {name: Layout(replicated=True) for name in names}
-
-    def gradients(self) -> Gradients:
-        """Flat views of ``param.grad``."""
-        return Gradients(self.writable(), partial=False)
-
-    def writable(self) -> Mapping[str, Tensor]:
-        """The same views: ``param.grad`` has to keep the parameter's dtype."""
-        views = {}
-        for name, param in self._parameters.items():
-            if param.grad is not None:
-                if not param.grad.is_contiguous():
-                    param.grad = param.grad.contiguous()
-                views[name] = param.grad.view(-1)
-        return views
+    Args:
+        engine: The initialised engine.
+        groups: Its process groups.
+    """
+    wrapper = type(engine.optimizer).__name__
+    if wrapper == "DeepSpeedZeroOptimizer_Stage3":
+        return ShardedGradients(engine, groups)
+    if wrapper == "DeepSpeedZeroOptimizer":
+        return PartitionedGradients(engine, groups)
+    if wrapper == "BF16_Optimizer":
+        return Bf16Gradients(engine)
+    if wrapper in ("FP16_Optimizer", "FP16_UnfusedOptimizer"):
+        return HalfPrecisionGradients(engine)
+    return ReplicatedGradients(engine)
 
 
-class PartitionedGradients:
+class PartitionedGradients(ZeroStorage):
     """Stages 1 and 2: each rank holds a contiguous slice of the flattened parameter group."""
 
     def __init__(self, engine: Any, groups: Groups) -> None:
-        self._optimizer = engine.optimizer
+        super().__init__(engine)
         self._rank = _rank_in(groups)
-        self._names = {id(p): n for n, p in engine.module.named_parameters() if p.requires_grad}
+        self._names = parameter_names(engine)
         self._pieces = {
             self._names[id(param)]: pieces
             for i in range(len(self._optimizer.bit16_groups))
             for param, pieces in _pieces(self._optimizer, i)
         }
-
         self._local = [self._local_pieces(i) for i in range(len(self._optimizer.bit16_groups))]
 
     def layouts(self, names: Sequence[str]) -> dict[str, Layout]:
@@ -71,10 +72,6 @@ class PartitionedGradients:
             for name in names
         }
 
-    def gradients(self) -> Gradients:
-        """Flat views of the local slices."""
-        return Gradients(self._views(), partial=True)
-
     def writable(self) -> Mapping[str, Tensor]:
         """Local slices in fp32.
 
@@ -82,20 +79,73 @@ class PartitionedGradients:
         curvature. The optimizer casts the list to its fp32 master dtype right after the
         step begins, so widening it here costs no extra copy.
         """
+        if self._optimizer.cpu_offload:
+            return self.views()
         for i, gradients in list(self._optimizer.averaged_gradients.items()):
             if not gradients or getattr(gradients, "flat_partition", None) is not None:
                 continue
             if gradients[0].dtype in (torch.float16, torch.bfloat16):
                 self._optimizer.averaged_gradients[i] = [_widen(tensor) for tensor in gradients]
-        return self._views()
+        return self.views()
 
-    def _views(self) -> dict[str, Tensor]:
+    def views(self) -> dict[str, Tensor]:
+        """Flat views of the local slices."""
         views: dict[str, Tensor] = {}
         for i in range(len(self._optimizer.bit16_groups)):
-            gradients = self._optimizer.averaged_gradients.get(i)
+            if self._optimizer.cpu_offload:
+                gradients = self._optimizer.single_partition_of_fp32_groups[i].grad
+            else:
+                gradients = self._optimizer.averaged_gradients.get(i)
             if gradients is not None:
                 views.update(self._views_of_group(i, gradients))
         return views
+
+    def dtype(self) -> torch.dtype | None:
+        """The accumulation dtype, or the master weights' when these are offloaded."""
+        optimizer = self._optimizer
+        if optimizer.cpu_offload:
+            offloaded: torch.dtype = optimizer.single_partition_of_fp32_groups[0].dtype
+            return offloaded
+        dtype: torch.dtype = optimizer.gradient_accumulation_dtype
+        return dtype
+
+    def refresh_caches(self) -> None:
+        """Norms that an offloaded optimizer remembers, of the parameters it has seen."""
+        optimizer = self._optimizer
+        if not optimizer.cpu_offload:
+            return
+        views = self.views()
+        for params in optimizer.params_in_partition:
+            for param in params:
+                key, view = optimizer.get_param_id(param), views.get(self._names[id(param)])
+                if view is not None and key in optimizer.norm_for_param_grads:
+                    optimizer.norm_for_param_grads[key] = view.float().norm(2)
+
+    @contextmanager
+    def skipping(self) -> Iterator[None]:
+        """Also where the configuration tells the optimizer not to look for overflows."""
+        optimizer = self._optimizer
+        check = optimizer.check_grad_overflow
+        optimizer.check_grad_overflow = True
+        if optimizer.cpu_offload:
+            optimizer.local_overflow = True
+        try:
+            with super().skipping():
+                yield
+        finally:
+            optimizer.check_grad_overflow = check
+
+    def end_step(self) -> None:
+        """Clear what an offloaded optimizer keeps, so that nothing is applied twice."""
+        super().end_step()
+        optimizer = self._optimizer
+        if not optimizer.cpu_offload:
+            return
+        for flat in optimizer.single_partition_of_fp32_groups:
+            if flat.grad is not None:
+                flat.grad.zero_()
+        for accumulated in optimizer.accumulated_grads_in_cpu.values():
+            accumulated.zero_()
 
     def _local_pieces(self, i: int) -> list[tuple[str, Piece, int]]:
         """This rank's slices of group i in the order of the optimizer's list."""
@@ -108,7 +158,8 @@ class PartitionedGradients:
 
     def _views_of_group(self, i: int, gradients: Any) -> Iterator[tuple[str, Tensor]]:
         local = self._local[i]
-        flat = getattr(gradients, "flat_partition", None)
+        offloaded = self._optimizer.cpu_offload
+        flat = gradients if offloaded else getattr(gradients, "flat_partition", None)
         if flat is not None:
             for name, piece, start in local:
                 yield name, flat.view(-1).narrow(0, start, piece.numel)

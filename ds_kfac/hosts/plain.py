@@ -74,6 +74,10 @@ class PlainHost:
                 views[name] = param.grad.view(-1)
         return views
 
+    def gradient_dtype(self) -> torch.dtype | None:
+        """That of the parameters."""
+        return None
+
     def after_write(self) -> None:
         """Nothing is cached."""
 

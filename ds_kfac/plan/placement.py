@@ -39,7 +39,10 @@ def place(
     held = [_held(spec, layouts, size) for spec in specs]
     if strategy == "memory" or not any(any(shares) for shares in held):
         return balance(costs, size)
-    owners = [_argmax(shares) if any(shares) else -1 for shares in held]
+    owners = [
+        _argmax(shares) if max(shares) > _even(spec, size) else -1
+        for spec, shares in zip(specs, held, strict=True)
+    ]
     loads = [0.0] * size
     for owner, cost in zip(owners, costs, strict=True):
         if owner >= 0:
@@ -96,6 +99,14 @@ def _held(spec: LayerSpec, layouts: Mapping[str, Layout], size: int) -> list[int
         for piece in layouts[slot.name].pieces:
             shares[piece.rank] += piece.numel
     return shares
+
+
+def _even(spec: LayerSpec, size: int) -> int:
+    """A rank's share of a layer whose parameters are cut evenly, as under ZeRO 3.
+
+    Such a layer has no home; the first of equals would be given every one of them.
+    """
+    return sum(-(-slot.numel // size) for slot in spec.slots)
 
 
 def _by_cost(costs: Sequence[float]) -> list[int]:

@@ -26,14 +26,16 @@ class Cell:
     """One way to train.
 
     Attributes:
-        host: ``ddp`` or a ZeRO stage ``0``, ``1``, ``2``.
+        host: ``ddp`` or a ZeRO stage ``0`` to ``3``.
         kfac: Settings of the preconditioner.
         accumulation: Micro-batches per step.
         uneven: Ranks and micro-batches get different numbers of rows.
         own: Optimizer type KFAC; otherwise SGD with momentum beside a kfac section.
         clipping: The host's gradient clipping.
-        dtype: ``fp32`` or ``bf16``.
+        dtype: Of the model: ``fp32``, ``bf16`` or ``fp16``.
         integers: Integer data and a linear loss: every sum is exact in fp32.
+        extra: More DeepSpeed JSON, merged into the sections of the cell.
+        zero_init: Build the model under ``deepspeed.zero.Init``.
     """
 
     host: str
@@ -44,8 +46,11 @@ class Cell:
     clipping: float = 0.0
     dtype: str = "fp32"
     integers: bool = False
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
+    zero_init: bool = False
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LR, DECAY, AUX_LR = 0.05, 0.01, 0.02
 
 
@@ -187,8 +192,8 @@ def deepspeed_config(cell: Cell, size: int) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }
-    if cell.dtype == "bf16":
-        config["bf16"] = {"enabled": True}
+    if cell.dtype != "fp32":
+        config[cell.dtype] = {"enabled": True}
     if cell.own:
         aux = {"lr": AUX_LR, "betas": [0.9, 0.95]}
         params = {"lr": LR, "weight_decay": DECAY, "aux": aux, **cell.kfac}
@@ -197,26 +202,49 @@ def deepspeed_config(cell: Cell, size: int) -> dict[str, Any]:
         params = {"lr": LR, "momentum": 0.9, "weight_decay": DECAY}
         config["optimizer"] = {"type": "SGD", "params": params}
         config["kfac"] = dict(cell.kfac)
-    return config
+    return merged(config, cell.extra)
+
+
+def merged(config: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Two nested configurations in one; the second wins."""
+    result = dict(config)
+    for key, value in extra.items():
+        inner = result.get(key)
+        both = isinstance(inner, dict) and isinstance(value, dict)
+        result[key] = merged(inner, value) if both else value
+    return result
 
 
 def make_engine(cell: Cell, size: int) -> Any:
     """A real engine with K-FAC attached."""
-    deepspeed_cpu.prepare()
-    net = make_net(cell)
-    engine, *_ = ds_kfac.initialize(
-        model=net, model_parameters=net.parameters(), config=deepspeed_config(cell, size)
-    )
+    deepspeed = deepspeed_cpu.prepare(fake_fp16=cell.dtype == "fp16")
+    config = deepspeed_config(cell, size)
+    if cell.zero_init:
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            net = make_net(cell)
+    else:
+        net = make_net(cell)
+    engine, *_ = ds_kfac.initialize(model=net, model_parameters=net.parameters(), config=config)
     return engine
+
+
+def full_weights(engine: Any) -> dict[str, Tensor]:
+    """Whole weights in fp32 on every rank; gathered where ZeRO 3 has cut them."""
+    import deepspeed
+
+    named = dict(engine.module.named_parameters())
+    sharded = [param for param in named.values() if hasattr(param, "ds_id")]
+    with deepspeed.zero.GatheredParameters(sharded):
+        return {name: param.detach().float().clone() for name, param in named.items()}
 
 
 def _train_deepspeed(rank: int, size: int, cell: Cell) -> dict[str, Tensor]:
     engine = make_engine(cell, size)
     for step in range(STEPS):
         for x, y, factor in micro_batches(rank, size, cell, step):
-            output = engine(x.bfloat16() if cell.dtype == "bf16" else x)
+            output = engine(x.to(DTYPES[cell.dtype]))
             engine.backward(loss_sum(output, y, integers=cell.integers) * factor)
             engine.step()
-    weights = {n: p.detach().float().clone() for n, p in engine.module.named_parameters()}
+    weights = full_weights(engine)
     engine.destroy()
     return weights
