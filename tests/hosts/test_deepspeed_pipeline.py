@@ -67,9 +67,14 @@ def runs(world: Callable[[int], Any]) -> dict[int, dict[Any, list[dict[str, Any]
         chosen: dict[Any, Cell] = {**cells(ranks), **(EXTRAS if ranks == 2 else {})}
         if ranks == 4:
             chosen["copies without kfac"] = EXTRAS["without kfac"]
-        # Stages send to their neighbours, so that ranks differ in what they call.
+        # Stages send to their neighbours, so that ranks differ in what they call. DeepSpeed
+        # remembers a pipeline's groups for the rest of the process: no other test may meet it.
         by_rank = world(ranks).run(
-            jobs.train, list(chosen.values()), timeout=150, compare_collectives=False
+            jobs.train,
+            list(chosen.values()),
+            timeout=150,
+            compare_collectives=False,
+            isolated=True,
         )
         results[ranks] = {
             key: [by_rank[rank][index] for rank in range(ranks)] for index, key in enumerate(chosen)
@@ -270,7 +275,7 @@ def test_coverage_is_judged_over_all_stages(world: Any) -> None:
         Cell("holes", 2, 0, {**NATURAL, "skip_layers": ["5.liner"]}),
         Cell("holes", 2, 0, {**NATURAL, "skip_layers": ["5.liner"]}, own=True),
     ]
-    first, second = world(2).run(jobs.refuse, cells, compare_collectives=False)
+    first, second = world(2).run(jobs.refuse, cells, compare_collectives=False, isolated=True)
     assert first == second
     for message in first[:2]:
         assert message.startswith("KFAC-E132 no layer of this model can be preconditioned")
