@@ -244,6 +244,10 @@ class KFAC:
         """Forget what was captured: the host dropped the step before ds_kfac saw it."""
         self.after_step(applied=False)
 
+    def discard_statistics(self) -> None:
+        """Forget what was captured so far in this step: its gradients are thrown away."""
+        self._session.discard()
+
     # ------------------------------------------------------------------ parts of a step
 
     def _begin_step(self) -> None:

@@ -237,20 +237,17 @@ def _carry_second_moment(
         return
     for rows, new_g, was_g in zip(state.g.blocks, state.g.bases, old_g, strict=True):
         for columns, new_a, was_a in zip(state.a.blocks, state.a.bases, old_a, strict=True):
+            if new_g is was_g and new_a is was_a:
+                continue
+            if new_g is None or new_a is None:
+                continue  # without both bases nothing was ever added to this tile
             tile = second[rows.start : rows.end, columns.start : columns.end]
-            tile.copy_(
-                move_second_moment(
-                    tile, _rotation(new_g, was_g, tile), _rotation(new_a, was_a, tile)
-                )
-                if not (new_g is was_g and new_a is was_a)
-                else tile
-            )
+            tile.copy_(move_second_moment(tile, _rotation(new_g, was_g), _rotation(new_a, was_a)))
 
 
-def _rotation(new: BlockBasis | None, old: BlockBasis | None, like: Tensor) -> Tensor:
+def _rotation(new: BlockBasis, old: BlockBasis | None) -> Tensor:
     """``Q_new^T Q_old``; a missing basis is the identity."""
-    if new is None or new.vectors is None:
-        raise AssertionError("second moments exist only in an eigenbasis")
+    assert new.vectors is not None, "second moments exist only in an eigenbasis"
     if old is None or old.vectors is None:
         return new.vectors.mT
     return new.vectors.mT @ old.vectors

@@ -143,7 +143,10 @@ class LayerState:
         for name in _SCALARS:
             current = getattr(self, name)
             value = state[name]
-            setattr(self, name, value.to(current) if isinstance(current, Tensor) else int(value))
+            if isinstance(current, Tensor):
+                current.copy_(value)  # never the saved tensor itself, which may be in use
+            else:
+                setattr(self, name, int(value))
         self.moments = {
             key.removeprefix("moments."): value.to(like, copy=True)
             for key, value in state.items()

@@ -51,9 +51,7 @@ class PlainHost:
         self._loss_scale: float | None = None
         self._ranks = 1 if groups.data is None else dist.get_world_size(groups.data)
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._group_of = {
-            id(param): group for group in optimizer.param_groups for param in group["params"]
-        }
+        self._stored_scale = 1.0
 
     def layouts(self, names: Sequence[str]) -> dict[str, Layout]:
         """Every rank holds whole gradients."""
@@ -95,8 +93,24 @@ class PlainHost:
         self._loss_scale = None
 
     def stored_scale(self) -> float:
-        """Gradients are unscaled when the optimizer steps."""
-        return 1.0
+        """1, unless the optimizer undoes the gradient scaler inside its step."""
+        return self._stored_scale
+
+    def enter_step(self) -> None:
+        """Find out whether gradients are still scaled: fused optimizers unscale them themselves.
+
+        Raises:
+            ConfigError: They are, by a gradient scaler that :func:`attach` was not told about.
+        """
+        # What torch.amp.GradScaler hands to such optimizers; None or absent: unscaled already.
+        scale = getattr(self._optimizer, "grad_scale", None)
+        if scale is not None and self._scaler is None:
+            raise ConfigError(
+                "E213",
+                "a gradient scaler drives this optimizer, and statistics are taken from scaled "
+                "gradients: pass it to ds_kfac.attach(..., grad_scaler=scaler)",
+            )
+        self._stored_scale = 1.0 if scale is None else float(scale)
 
     def clip_threshold(self) -> float:
         """Whoever clips does it before the optimizer steps."""
@@ -107,11 +121,14 @@ class PlainHost:
         logger.info("%s", text)
 
     def learning_rates(self) -> Mapping[str, float]:
-        """From the optimizer's parameter groups."""
+        """From the optimizer's parameter groups, which loading its state replaces."""
+        rates = {
+            id(param): float(group["lr"])
+            for group in self._optimizer.param_groups
+            for param in group["params"]
+        }
         return {
-            name: float(self._group_of[id(param)]["lr"])
-            for name, param in self._parameters.items()
-            if id(param) in self._group_of
+            name: rates[id(param)] for name, param in self._parameters.items() if id(param) in rates
         }
 
 
@@ -150,7 +167,7 @@ def attach(
     check_base_optimizer(optimizer, config)
     host = PlainHost(bare, optimizer, groups, grad_scaler)
     kfac = KFAC(host, config, own_optimizer=is_own_optimizer(optimizer))
-    _install(kfac, optimizer)
+    _install(kfac, optimizer, host)
     if grad_scaler is not None:
         _watch_scaler(kfac, host, grad_scaler)
     return kfac
@@ -179,9 +196,9 @@ def _unwrap(model: nn.Module, groups: Groups | None) -> tuple[nn.Module, Groups]
 class _StepHooks:
     """Pre and post hook of ``optimizer.step`` around one step."""
 
-    def __init__(self, kfac: KFAC, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, kfac: KFAC, host: PlainHost) -> None:
         self._kfac = kfac
-        self._optimizer = optimizer
+        self._host = host
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
         self._healthy = True
 
@@ -190,6 +207,7 @@ class _StepHooks:
         if any(callable(value) for value in (*args, *kwargs.values())):
             raise UnsupportedError(
                 "E152", "optimizer.step(closure) is not supported: call backward before step()"
+        self._host.enter_step()
             )
         self._healthy = self._kfac.before_step()
         if self._healthy:
@@ -207,33 +225,88 @@ class _StepHooks:
         self._kfac.after_step(applied=self._healthy)
 
 
-def _install(kfac: KFAC, optimizer: torch.optim.Optimizer) -> None:
-    hooks = _StepHooks(kfac, optimizer)
+def _install(kfac: KFAC, optimizer: torch.optim.Optimizer, host: PlainHost) -> None:
+    hooks = _StepHooks(kfac, host)
     setattr(optimizer, _MARK, True)
     kfac.on_detach(lambda: delattr(optimizer, _MARK))
     before = optimizer.register_step_pre_hook(hooks.before)
     after = optimizer.register_step_post_hook(hooks.after)
     kfac.on_detach(before.remove)
+    _watch_zero_grad(kfac, optimizer)
     kfac.on_detach(after.remove)
 
 
-def _watch_scaler(kfac: KFAC, host: PlainHost, scaler: torch.amp.GradScaler) -> None:
-    """Drop the statistics of steps that the scaler skips: it then never calls the optimizer."""
-    original = scaler.update
-    seen = 0
+def _watch_zero_grad(kfac: KFAC, optimizer: torch.optim.Optimizer) -> None:
+    """Drop the statistics of gradients that are thrown away: a batch that was given up."""
+    own = optimizer.__dict__.get("zero_grad")
+    original = optimizer.zero_grad
 
-    def update(*args: Any, **kwargs: Any) -> None:
-        nonlocal seen
-        total = kfac.counters.steps + kfac.counters.skipped
-        if total == seen:
-            kfac.discard_step()
+    def zero_grad(*args: Any, **kwargs: Any) -> None:
+        kfac.discard_statistics()
         original(*args, **kwargs)
-        host.loss_scale_changed()
-        seen = kfac.counters.steps + kfac.counters.skipped
-
-    scaler.update = update  # type: ignore[method-assign]
 
     def undo() -> None:
-        scaler.update = original  # type: ignore[method-assign]
+        if optimizer.__dict__.get("zero_grad") is not zero_grad:
+            return  # somebody wrapped it again; what is detached has nothing to drop
+        if own is None:
+            del optimizer.zero_grad
+        else:
+            optimizer.zero_grad = own  # type: ignore[method-assign]
 
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+class _ScalerUpdate:
+    """``scaler.update`` for all preconditioners that share a gradient scaler.
+
+    One wrapper for all of them, so that they can be detached in any order.
+
+    Args:
+        scaler: The scaler whose ``update`` this replaces.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaler = scaler
+        self._own = scaler.__dict__.get("update")
+        self._original = scaler.update
+        self._watching: list[tuple[KFAC, PlainHost]] = []
+        self._seen: dict[int, int] = {}
+        scaler.update = self  # type: ignore[method-assign]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Drop the statistics of steps that the scaler skipped: it never calls the optimizer."""
+        for kfac, _ in self._watching:
+            if _steps(kfac) == self._seen[id(kfac)]:
+                kfac.discard_step()
+        self._original(*args, **kwargs)
+        for kfac, host in self._watching:
+            host.loss_scale_changed()
+            self._seen[id(kfac)] = _steps(kfac)
+
+    def add(self, kfac: KFAC, host: PlainHost) -> None:
+        """Watch for another preconditioner."""
+        self._watching.append((kfac, host))
+        self._seen[id(kfac)] = _steps(kfac)
+
+    def remove(self, kfac: KFAC) -> None:
+        """Watch no longer; the last one leaves the scaler as it was."""
+        self._watching = [pair for pair in self._watching if pair[0] is not kfac]
+        if self._watching or self._scaler.__dict__.get("update") is not self:
+            return
+        if self._own is None:
+            del self._scaler.update
+        else:
+            self._scaler.update = self._own
+
+
+def _steps(kfac: KFAC) -> int:
+    return kfac.counters.steps + kfac.counters.skipped
+
+
+def _watch_scaler(kfac: KFAC, host: PlainHost, scaler: torch.amp.GradScaler) -> None:
+    watch = scaler.__dict__.get("update")
+    if not isinstance(watch, _ScalerUpdate):
+        watch = _ScalerUpdate(scaler)
+    watch.add(kfac, host)
+    kfac.on_detach(lambda: watch.remove(kfac))
     kfac.on_detach(undo)

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.dist
 
 
 def _train_with_failures(
-    rank: int, size: int, failing: list[int], max_failures: int
+    rank: int, size: int, failing: list[int], max_failures: int, direction: str = "natural"
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
     """Train while the decompositions of the first layer's A fail at some refreshes."""
-    settings = {"direction": "natural", "factor_update_steps": 1, "inv_update_steps": 1}
+    settings = {"direction": direction, "factor_update_steps": 1, "inv_update_steps": 1}
     cell = Cell("2", {**settings, "max_failures": max_failures})
     engine = jobs.make_engine(cell, size)
     original = refresh.eigen_bases
@@ -70,10 +70,14 @@ def test_all_ranks_stop_together_after_max_failures() -> None:
     assert errors[0].same_error == errors[1].same_error
 
 
-def test_failing_first_basis_uses_the_plain_gradient() -> None:
-    """No basis yet: that side acts as the identity instead of stopping the run."""
-    histories = world(2).run(_train_with_failures, [0], 3)
-    assert sum(h[0][0]["failing_blocks"] for h in histories) == 1
+@pytest.mark.parametrize("direction", ["natural", "ekfac", "eigen_adam"])
+def test_failing_first_basis_uses_the_plain_gradient(direction: str) -> None:
+    """No basis yet: that side acts as the identity instead of stopping the run.
+
+    Failing twice stopped ekfac and eigen_adam: their second moments had no basis to move to.
+    """
+    histories = world(2).run(_train_with_failures, [0, 1], 3, direction)
+    assert sum(h[1][0]["failing_blocks"] for h in histories) == 1
     assert all(h[-1][0]["failing_blocks"] == 0 for h in histories)
 
 
