@@ -49,9 +49,9 @@ class PlainHost:
         self._optimizer = optimizer
         self._scaler = grad_scaler
         self._loss_scale: float | None = None
+        self._stored_scale = 1.0
         self._ranks = 1 if groups.data is None else dist.get_world_size(groups.data)
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._stored_scale = 1.0
 
     def layouts(self, names: Sequence[str]) -> dict[str, Layout]:
         """Every rank holds whole gradients."""
@@ -207,8 +207,8 @@ class _StepHooks:
         if any(callable(value) for value in (*args, *kwargs.values())):
             raise UnsupportedError(
                 "E152", "optimizer.step(closure) is not supported: call backward before step()"
-        self._host.enter_step()
             )
+        self._host.enter_step()
         self._healthy = self._kfac.before_step()
         if self._healthy:
             return
@@ -232,8 +232,8 @@ def _install(kfac: KFAC, optimizer: torch.optim.Optimizer, host: PlainHost) -> N
     before = optimizer.register_step_pre_hook(hooks.before)
     after = optimizer.register_step_post_hook(hooks.after)
     kfac.on_detach(before.remove)
-    _watch_zero_grad(kfac, optimizer)
     kfac.on_detach(after.remove)
+    _watch_zero_grad(kfac, optimizer)
 
 
 def _watch_zero_grad(kfac: KFAC, optimizer: torch.optim.Optimizer) -> None:
@@ -254,6 +254,7 @@ def _watch_zero_grad(kfac: KFAC, optimizer: torch.optim.Optimizer) -> None:
             optimizer.zero_grad = own  # type: ignore[method-assign]
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    kfac.on_detach(undo)
 
 
 class _ScalerUpdate:
@@ -309,4 +310,3 @@ def _watch_scaler(kfac: KFAC, host: PlainHost, scaler: torch.amp.GradScaler) -> 
         watch = _ScalerUpdate(scaler)
     watch.add(kfac, host)
     kfac.on_detach(lambda: watch.remove(kfac))
-    kfac.on_detach(undo)
