@@ -32,6 +32,13 @@ SKIPPED = "head"
 """Left to AdamW in every system, as the configurations of this repository do."""
 
 FACTOR_INTERVAL, INVERSE_INTERVAL = 2, 4
+NATURAL: dict[str, dict[str, Any]] = {
+    "eigen": {"solver": "eigen"},
+    "cholesky": {"solver": "cholesky"},
+    "cholesky, 1/4 rows": {"solver": "cholesky", "factor_token_fraction": 0.25},
+}
+"""Settings of direction ``natural`` by name; the last subsamples rows as ``configs/`` do."""
+
 OWN_DIRECTIONS = ("orthogonal", "ekfac", "eigen_adam")
 """Measured with optimizer type KFAC; ``natural`` runs beside AdamW, as kfac-pytorch does."""
 
@@ -93,7 +100,9 @@ def build(sizes: GPTConfig, *, kfac_pytorch: Path | None) -> list[System]:
         "skip_layers": [SKIPPED],
     }
     systems = [_adamw(BASELINE, GPT(sizes))]
-    systems += [_natural(GPT(sizes), {**section, "solver": s}) for s in ("eigen", "cholesky")]
+    systems += [
+        _natural(name, GPT(sizes), {**section, **settings}) for name, settings in NATURAL.items()
+    ]
     systems += [_own_optimizer(GPT(sizes), {**section, "direction": d}) for d in OWN_DIRECTIONS]
     if kfac_pytorch is not None:
         package = import_kfac_pytorch(kfac_pytorch)
@@ -109,9 +118,9 @@ def _adamw(name: str, model: GPT) -> System:
     return System(name, model, optimizer)
 
 
-def _natural(model: GPT, section: dict[str, Any]) -> System:
+def _natural(name: str, model: GPT, section: dict[str, Any]) -> System:
     """The kfac section beside AdamW."""
-    system = _adamw(f"ds_kfac natural {section['solver']}", model)
+    system = _adamw(f"ds_kfac natural {name}", model)
     ds_kfac.attach(model, system.optimizer, {**section, "direction": "natural"})
     system.functions = _ds_kfac_functions()
     return system

@@ -135,7 +135,7 @@ def test_tiny_run_prints_the_table_and_writes_csv_and_png(
     assert step_cost.main([*TINY, "--text", str(text), "--out", str(out), "--markdown"]) == 0
     printed = capsys.readouterr().out
     assert "extra time over AdamW at (10,100): " + systems.DS_KFAC in printed
-    names = ["natural eigen", "natural cholesky", *systems.OWN_DIRECTIONS]
+    names = [*(f"natural {name}" for name in systems.NATURAL), *systems.OWN_DIRECTIONS]
     with (out / "step_cost.csv").open(newline="") as stream:
         lines = list(csv.DictReader(stream))
     found = [
