@@ -18,13 +18,13 @@ README = Path(__file__).parent / "README.md"
 setup(
     name="ds_kfac",
     version=VERSION,
-    description="Distributed K-FAC for models trained with DeepSpeed, Megatron or plain PyTorch",
+    description="Distributed K-FAC for models trained with DeepSpeed or plain PyTorch",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["ds_kfac", "ds_kfac.*"]),
-    package_data={"ds_kfac": ["py.typed", "**/*.json"]},
+    package_data={"ds_kfac": ["py.typed"]},
     python_requires=">=3.11",
     install_requires=["pydantic>=2", "torch>=2.4"],
     # NVIDIA Apex is used where it is installed, but never required here: the package of that

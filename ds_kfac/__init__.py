@@ -1,4 +1,4 @@
-"""K-FAC for DeepSpeed, Megatron and plain PyTorch.
+"""K-FAC for DeepSpeed and plain PyTorch.
 
 Importing this package imports nothing else: names are loaded when they are used.
 """

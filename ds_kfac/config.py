@@ -299,6 +299,11 @@ class OptimizerConfig(BaseModel):
         return float(self.lr if self.aux.lr is None else self.aux.lr)
 
     @property
+    def aux_ratio(self) -> float:
+        """``aux_lr / lr``, which schedulers keep; 1 where a scheduler brings both rates."""
+        return self.aux_lr / float(self.lr) if self.lr else 1.0
+
+    @property
     def aux_weight_decay(self) -> float:
         """Weight decay of the auxiliary AdamW; by default that of the preconditioned layers."""
         return float(self.weight_decay if self.aux.weight_decay is None else self.aux.weight_decay)
@@ -333,6 +338,11 @@ def split_optimizer_params(params: Mapping[str, Any]) -> tuple[OptimizerConfig, 
         optimizer = OptimizerConfig(**mine)
     except ValidationError as error:
         problems += explain(error, mine, OptimizerConfig)[0]
+    if optimizer is not None and optimizer.lr == 0 and optimizer.aux_lr > 0:
+        problems.append(
+            f"aux.lr ({optimizer.aux.lr}) is applied as a multiple of lr, which is 0: set lr to "
+            "its peak value, or leave aux.lr out"
+        )
     try:
         KFACConfig.parse(preconditioner)
     except ConfigError as error:

@@ -179,14 +179,8 @@ def _graft(
     if settings.grafting == "rms":
         return directions.graft_rms(d).to(d.dtype)
     m, v = state.moment("adam_m", g), state.moment("adam_v", g)
-    # An unused layer decays by 1 and adds zero: both moments stay as they are.
-    beta1, beta2 = (torch.where(used, beta, 1.0).to(g.dtype) for beta in settings.betas)
-    m.mul_(beta1).add_(g * (1.0 - beta1))
-    v.mul_(beta2).add_(g.square() * (1.0 - beta2))
     t = state.updates.clamp(min=1.0)
-    m_hat = directions.debias(m, settings.betas[0], t)
-    v_hat = directions.debias(v, settings.betas[1], t)
-    update = m_hat / (v_hat.sqrt() + 1e-8)
+    update = directions.adam_update_(g, m, v, t, settings.betas, used=used)
     return directions.graft_norm(d, directions.frobenius_norm(update)).to(d.dtype)
 
 

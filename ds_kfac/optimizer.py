@@ -31,7 +31,7 @@ class KFACOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Iterable[dict[str, Any]], config: OptimizerConfig) -> None:
         defaults = {
             "lr": float(config.lr),
-            "lr_ratio": config.aux_lr / config.lr,
+            "lr_ratio": config.aux_ratio,
             "betas": tuple(config.aux.betas),
             "eps": float(config.aux.eps),
             "weight_decay": float(config.weight_decay),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -14,13 +15,13 @@ def gradient_norm(views: Iterable[Tensor], device: torch.device) -> Tensor:
     """Norm of all gradients on this rank, 0-d fp64; non-finite if any element is.
 
     Args:
-        views: Flat gradients of one dtype per tensor.
+        views: Flat gradients; dtypes may differ.
         device: Device of the result: an offloaded optimizer keeps gradients on the CPU.
     """
     tensors = list(views)
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
-    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    wide = functools.reduce(torch.promote_types, {t.dtype for t in tensors}, torch.float32)
     norms = torch._foreach_norm(tensors, 2, dtype=wide)
     total: Tensor = torch.stack(norms).double().norm()
     return total.to(device)

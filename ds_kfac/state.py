@@ -53,10 +53,7 @@ class Side:
     def zeros(cls, blocks: tuple[Block, ...], device: torch.device, dtype: torch.dtype) -> Side:
         """Empty averages, no bases."""
         averages = [
-            WeightedAverage(
-                torch.zeros(packed_numel(block.size), device=device, dtype=dtype),
-                torch.zeros((), device=device, dtype=torch.float64),
-            )
+            WeightedAverage.zeros(packed_numel(block.size), device=device, dtype=dtype)
             for block in blocks
         ]
         return cls(blocks, averages, [None] * len(blocks), [0] * len(blocks))
@@ -85,7 +82,7 @@ class LayerState:
         a: Input factor.
         g: Output-gradient factor.
         folded_at: Applied step of the last fold, -1 before the first.
-        refreshed_at: Applied step of the last successful refresh, -1 before the first.
+        refreshed_at: Applied step of the last refresh, -1 before the first; see ``failures``.
         updates: 0-d fp64, steps in which the layer had a gradient.
         fallbacks: 0-d int64, steps whose direction was not finite and was replaced.
         moments: Direction state by name, each ``[d_out, columns]``.

@@ -49,6 +49,25 @@ class Gradients:
     duplicates: frozenset[str] = frozenset()
 
 
+def flat_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Flat views of ``param.grad``; parameters without a gradient are absent.
+
+    Args:
+        parameters: By name.
+
+    Returns:
+        Per name ``[numel]``, in the dtype of the gradient, aliasing it.
+    """
+    views = {}
+    for name, param in parameters.items():
+        if param.grad is not None:
+            # Channels-last and other strided gradients cannot be flattened in place.
+            if not param.grad.is_contiguous():
+                param.grad = param.grad.contiguous()
+            views[name] = param.grad.view(-1)
+    return views
+
+
 class Host(Protocol):
     """A framework that trains the model; implemented once per framework."""
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ds_kfac.comm.communicator import Communicator
 from ds_kfac.comm.ledger import Ledger
 from ds_kfac.comm.vote import raise_everywhere
-from ds_kfac.config import OptimizerConfig
+from ds_kfac.config import KFACConfig, OptimizerConfig
 from ds_kfac.errors import ConfigError
 from ds_kfac.hosts import deepspeed_config, deepspeed_pipe, deepspeed_support
 from ds_kfac.hosts.apex import fused_adam
@@ -98,7 +98,7 @@ def _prepare(
     return request, None
 
 
-def attach_engine(engine: Any, config: Any) -> KFAC:
+def attach_engine(engine: Any, config: KFACConfig) -> KFAC:
     """Attach to an initialised engine and set ``engine.kfac``.
 
     Raises:
@@ -286,7 +286,10 @@ def _wrap_destroy(engine: Any, kfac: KFAC) -> None:
 
 
 def _bring_optimizer(
-    arguments: dict[str, Any], config: dict[str, Any], settings: Any, optimizer: OptimizerConfig
+    arguments: dict[str, Any],
+    config: dict[str, Any],
+    settings: KFACConfig,
+    optimizer: OptimizerConfig,
 ) -> None:
     """Hand ds_kfac's element-wise optimizer to DeepSpeed as a client optimizer."""
     model: nn.Module = arguments["model"]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_kfac.hosts.base import flat_gradients
 from ds_kfac.hosts.deepspeed_storage import Storage, parameter_names
 from ds_kfac.plan.topology import Layout
 
@@ -39,13 +40,7 @@ class ReplicatedGradients(Storage):
 
     def views(self) -> dict[str, Tensor]:
         """Flat views of ``param.grad``."""
-        views = {}
-        for name, param in self._parameters.items():
-            if param.grad is not None:
-                if not param.grad.is_contiguous():
-                    param.grad = param.grad.contiguous()
-                views[name] = param.grad.view(-1)
-        return views
+        return flat_gradients(self._parameters)
 
     def stored_scale(self) -> float:
         """That of the gradient scaler, if there is one."""

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_kfac.config import KFACConfig
 from ds_kfac.errors import ConfigError, UnsupportedError
-from ds_kfac.hosts.base import Gradients, Groups
+from ds_kfac.hosts.base import Gradients, Groups, flat_gradients
 from ds_kfac.hosts.compatibility import check_base_optimizer, is_own_optimizer
 from ds_kfac.plan.topology import Layout
 from ds_kfac.preconditioner import KFAC
@@ -25,6 +25,11 @@ from ds_kfac.preconditioner import KFAC
 logger = logging.getLogger(__name__)
 
 _MARK = "_ds_kfac_attached"
+_REFUSED_WRAPPERS = {
+    "FullyShardedDataParallel": "DeepSpeed ZeRO to shard",
+    "FSDPModule": "DeepSpeed ZeRO to shard",
+    "DataParallel": "DistributedDataParallel",
+}
 
 
 class PlainHost:
@@ -63,14 +68,7 @@ class PlainHost:
 
     def writable(self) -> Mapping[str, Tensor]:
         """Flat views of ``param.grad``, which has the parameter's dtype."""
-        views = {}
-        for name, param in self._parameters.items():
-            if param.grad is not None:
-                # Channels-last and other strided gradients cannot be flattened in place.
-                if not param.grad.is_contiguous():
-                    param.grad = param.grad.contiguous()
-                views[name] = param.grad.view(-1)
-        return views
+        return flat_gradients(self._parameters)
 
     def gradient_dtype(self) -> torch.dtype | None:
         """That of the parameters."""
@@ -177,10 +175,11 @@ def _unwrap(model: nn.Module, groups: Groups | None) -> tuple[nn.Module, Groups]
     if isinstance(model, DistributedDataParallel):
         bare: nn.Module = model.module
         return bare, groups or Groups(data=model.process_group)
-    if type(model).__name__ in ("FullyShardedDataParallel", "FSDPModule"):
-        raise UnsupportedError(
-            "E151", f"{type(model).__name__} is not supported; use DeepSpeed ZeRO to shard"
-        )
+    # By base class: fully_shard gives every module it wraps a class of its own.
+    bases = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    for name, instead in _REFUSED_WRAPPERS.items():
+        if name in bases:
+            raise UnsupportedError("E151", f"{name} is not supported; use {instead}")
     if groups is None and dist.is_available() and dist.is_initialized():
         if dist.get_world_size() > 1:
             raise ConfigError(

@@ -17,7 +17,8 @@ class WeightedAverage:
     """Exponentially decayed weighted mean of matrices, kept as sum and weight.
 
     Attributes:
-        total: ``[n, n]``, decayed sum of the matrices, each already multiplied by its weight.
+        total: Decayed sum of the matrices, each already multiplied by its weight: ``[n, n]``, or
+            packed ``[n(n+1)/2]`` as an owner keeps it.
         weight: 0-d fp64, decayed sum of the weights (fp32 stops counting rows at ``2**24``).
     """
 
@@ -26,11 +27,11 @@ class WeightedAverage:
 
     @classmethod
     def zeros(
-        cls, n: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+        cls, *shape: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> WeightedAverage:
-        """Returns the empty average of ``n x n`` matrices; the first batch initialises it."""
+        """Returns the empty average of tensors of this shape; the first batch initialises it."""
         return cls(
-            total=torch.zeros(n, n, device=device, dtype=dtype),
+            total=torch.zeros(*shape, device=device, dtype=dtype),
             weight=torch.zeros((), device=device, dtype=torch.float64),
         )
 
@@ -43,15 +44,15 @@ class WeightedAverage:
         """Adds a batch.
 
         Args:
-            total: ``[n, n]``, weight times mean of the batch (the plain sum, when rows have weight
-                1).
+            total: shaped like the sum: weight times mean of the batch (the plain sum, when rows
+                have weight 1).
             weight: number or 0-d tensor; 0 with a zero ``total`` changes nothing.
         """
         self.total.add_(total)
         self.weight.add_(weight)
 
     def value(self) -> Tensor:
-        """Returns the mean as a new ``[n, n]`` tensor, zeros while nothing was added.
+        """Returns the mean as a new tensor, zeros while nothing was added.
 
         Nothing is read back to the host. A non-finite sum stays visible in the result.
         """

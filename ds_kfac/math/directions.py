@@ -5,10 +5,9 @@ its matrices (fp32 or fp64), takes scalars as numbers or 0-d tensors, and never 
 to the host. Zero norms and zero denominators give zeros; NaN and Inf are passed on, never hidden.
 
 Sources: Martens & Grosse 2015 (arXiv 1503.05671) for the Kronecker-factored direction; George et
-    al. 2018
-(arXiv 1806.03884) for EKFAC; Vyas et al. 2024 (arXiv 2409.11321) for Adam in an eigenbasis; Jordan
-et al. 2024 (Muon) for the Newton-Schulz coefficients; Ba, Grosse & Martens 2017 for the KL clip;
-Agarwal et al. 2020 (arXiv 2002.11803) for grafting.
+al. 2018 (arXiv 1806.03884) for EKFAC; Vyas et al. 2024 (arXiv 2409.11321) for Adam in an
+eigenbasis; Jordan et al. 2024 (Muon) for the Newton-Schulz coefficients; Ba, Grosse & Martens 2017
+for the KL clip; Agarwal et al. 2020 (arXiv 2002.11803) for grafting.
 """
 
 from __future__ import annotations
@@ -205,6 +204,7 @@ def adam_update_(
     t: int | Tensor,
     betas: tuple[Scalar, Scalar],
     eps: Scalar = 1e-8,
+    used: Tensor | None = None,
 ) -> Tensor:
     """Updates Adam's moments in place and returns its bias-corrected update.
 
@@ -215,13 +215,18 @@ def adam_update_(
         t: number of this update, from 1.
         betas: decay of ``m`` and of ``v``.
         eps: added to the root.
+        used: 0-d bool; where it is false the moments stay as they are.
 
     Returns:
         ``m_hat / (sqrt(v_hat) + eps)``, without learning rate or sign.
     """
     beta1, beta2 = betas
-    m.mul_(beta1).add_(g * (1.0 - beta1))
-    v.mul_(beta2).add_(g.square() * (1.0 - beta2))
+    # A moment that decays by 1 stays as it is.
+    decay1, decay2 = (
+        beta if used is None else torch.where(used, beta, 1.0).to(g.dtype) for beta in betas
+    )
+    m.mul_(decay1).add_(g * (1.0 - decay1))
+    v.mul_(decay2).add_(g.square() * (1.0 - decay2))
     return _divide(debias(m, beta1, t), debias(v, beta2, t).sqrt() + eps)
 
 

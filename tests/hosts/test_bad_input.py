@@ -206,6 +206,30 @@ def test_optimizers_that_cannot_consume_directions_are_refused() -> None:
             ds_kfac.attach(net, optimizer, {})
 
 
+def _wrapped(name: str) -> nn.Module:
+    """What a wrapper leaves of a model; fully_shard mixes a base class into every module."""
+    if name == "DataParallel":
+        return nn.DataParallel(nn.Linear(3, 2))
+    net = nn.Sequential(nn.Linear(3, 2))
+    base = type(name, (), {})
+    net[0].__class__ = type("FSDPLinear", (base, nn.Linear), {})
+    return net
+
+
+@pytest.mark.parametrize("name", ["DataParallel", "FSDPModule", "FullyShardedDataParallel"])
+def test_wrappers_that_split_the_model_are_refused(name: str) -> None:
+    """FSDP2 leaves no class of its own name: it was attached to, and shards taken for weights."""
+    net = _wrapped(name)
+    with pytest.raises(ds_kfac.KFACError, match=f"E151 {name} is not supported; use"):
+        ds_kfac.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), {})
+
+
+def test_the_refused_wrappers_exist_under_these_names() -> None:
+    """A renamed class would be let through."""
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    assert {"FSDPModule", "FullyShardedDataParallel"} <= set(vars(fsdp))
+
+
 @pytest.mark.launcher
 def test_launcher_ends_with_an_error_code(tmp_path: Path) -> None:
     """The deepspeed launcher passes the failure on and leaves no process behind."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from ds_kfac.config import KFACConfig, OptimizerConfig, split_optimizer_params
 from ds_kfac.errors import ConfigError, UnsupportedError
+from ds_kfac.optimizer import KFACOptimizer
 
 
 def refusal(params: dict[Any, Any]) -> str:
@@ -83,6 +85,7 @@ def test_params_are_not_changed() -> None:
         ),
         ({"lr": 1, 3: 0}, ["unknown key '3'"]),
         ({"lr": 1, "damping": -1}, ["damping: expected a number > 0"]),
+        ({"lr": 0, "aux": {"lr": 0.1}}, ["aux.lr (0.1) is applied as a multiple of lr, which is"]),
         ({"lr": 1, "grafting": "rms"}, ["grafting 'rms' contradicts direction 'orthogonal'"]),
     ],
 )
@@ -110,3 +113,5 @@ def test_a_zero_rate_is_allowed() -> None:
     """Warm-up schedules start there."""
     own, _ = split_optimizer_params({"lr": 0})
     assert own.aux_lr == 0.0
+    assert own.aux_ratio == 1.0
+    KFACOptimizer([{"params": [torch.nn.Parameter(torch.ones(2))]}], own)

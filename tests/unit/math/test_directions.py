@@ -244,6 +244,18 @@ def test_adam_update_equals_torch_adam(dtype: torch.dtype) -> None:
         torch.testing.assert_close(v, adam.state[weight]["exp_avg_sq"])
 
 
+@BOTH
+def test_adam_moments_of_an_unused_layer_stay(dtype: torch.dtype) -> None:
+    """Its zero gradient is no measurement: decaying the moments would inflate later updates."""
+    g, m, v = (randn(2, 3, seed=seed).to(dtype).abs() for seed in range(3))
+    old = m.clone(), v.clone()
+    directions.adam_update_(0.0 * g, m, v, 4, (0.9, 0.99), used=torch.tensor(False))
+    assert torch.equal(m, old[0]) and torch.equal(v, old[1])
+    twin = [x.clone() for x in old]
+    found = directions.adam_update_(g, m, v, 5, (0.9, 0.99), used=torch.tensor(True))
+    torch.testing.assert_close(found, directions.adam_update_(g, *twin, 5, (0.9, 0.99)))
+
+
 def test_device_side_counters_keep_the_precision_of_the_bias_correction() -> None:
     """1 - 0.999 computed in fp32 is 1.3e-5 off, a step size error on the first steps."""
     average = torch.full((2,), 1e-3, dtype=torch.float64)
@@ -333,6 +345,9 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "graft_norm": lambda: directions.graft_norm(meta(3, 4), meta()),
     "adam": lambda: directions.adam_update_(
         meta(3, 4), meta(3, 4), meta(3, 4), meta(), (meta(), meta()), meta()
+    ),
+    "adam, maybe unused": lambda: directions.adam_update_(
+        meta(3, 4), meta(3, 4), meta(3, 4), meta(), (0.9, 0.99), used=meta() > 0
     ),
     "kl_scale": lambda: directions.kl_scale(meta(), meta()),
     "nesterov": lambda: directions.nesterov_blend(meta(3, 4), meta(3, 4), meta()),
