@@ -69,7 +69,9 @@ def packer(
         if sums is None:
             return
         if item.side == "counts":
-            out.copy_(torch.tensor(sums.counts(), dtype=out.dtype))
+            # Filled, not copied: a copy from host memory waits for the device, once per layer.
+            for place, count in zip(out, sums.counts(), strict=True):
+                place.fill_(count)
         else:
             pack_upper((sums.a if item.side == "a" else sums.g)[item.block], out)
 
