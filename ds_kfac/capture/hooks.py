@@ -36,10 +36,30 @@ def install(
     modules = dict(model.named_modules())
     return [
         modules[name].register_forward_hook(
-            _forward_hook(name, modules[name], session, output_scale), with_kwargs=True
+            _Observer(_forward_hook(name, modules[name], session, output_scale)), with_kwargs=True
         )
         for name in session.specs
     ]
+
+
+class _Observer:
+    """A forward hook that copies and files of its model do not take along.
+
+    A deep copy (EMA, evaluation) or a model saved whole with ``torch.save`` is another model:
+    there the hook is one that does nothing.
+
+    Args:
+        hook: The hook, None for one that does nothing.
+    """
+
+    def __init__(self, hook: Callable[..., Tensor | None] | None = None) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> Tensor | None:
+        return None if self._hook is None else self._hook(*args)
+
+    def __reduce__(self) -> tuple[type[_Observer], tuple[()]]:
+        return _Observer, ()
 
 
 def _forward_hook(
@@ -48,12 +68,14 @@ def _forward_hook(
     def hook(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
-        # A deep copy of the model (EMA, evaluation) shares this function but is another model.
+        # Replicas and shallow copies of the module share this function but are other modules.
         if module is not attached or not session.active or not module.training:
             return None
-        if not torch.is_grad_enabled() or not _has_gradient(module, output):
+        if not torch.is_grad_enabled():
             return None
         try:
+            if not _has_gradient(name, module, output):
+                return None
             x: Tensor = args[0] if args else kwargs["input" if "input" in kwargs else "x"]
             with torch.no_grad():
                 source = _keep_or_reduce(name, session, module, x)
@@ -114,8 +136,13 @@ def _gradient_hook(
     return hook
 
 
-def _has_gradient(module: nn.Module, output: Tensor) -> bool:
+def _has_gradient(name: str, module: nn.Module, output: Any) -> bool:
     """Whether this call will contribute to the weight's gradient (it may be frozen by now)."""
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"layer {name} ({type(module).__name__}) returns {type(output).__name__} instead of a "
+            "tensor; list it in kfac.skip_layers"
+        )
     weight = _weight(module)
     return output.requires_grad and weight is not None and weight.requires_grad
 
@@ -138,7 +165,8 @@ def _keep_or_reduce(
     """
     if not _kept_by_autograd(module, x):
         sums = session.input_sums(name, module, x)
-        return lambda: sums
+        # Whoever asks adds to what it gets, and a retained graph asks once per backward.
+        return sums.copy
     kept, version = x.detach(), x._version
 
     def reduce() -> InputSums:

@@ -86,6 +86,10 @@ class InputSums:
     rows_used: int
     rows_seen: int
 
+    def copy(self) -> InputSums:
+        """The same sums in tensors of their own."""
+        return InputSums([block.clone() for block in self.blocks], self.rows_used, self.rows_seen)
+
 
 @dataclass
 class CaptureSession:

@@ -60,6 +60,7 @@ def discover(
             spec = _spec(name, module, kind, config)
             if optimized is None or all(slot.name in optimized for slot in spec.slots):
                 layers.append(spec)
+                left_out += _extra_parameters(name, module, spec)
                 continue
             reason = "not among the optimizer's parameters"
         numel = sum(_numel(param) for param in own if id(param) not in counted)
@@ -131,8 +132,8 @@ def _reason_left_out(
         return "has no parameter named weight (parametrized or replaced)"
     if not weight.requires_grad:
         return "requires_grad=False"
-    if _numel(weight) == 0:
-        return f"has no elements, shape {list(_shape(weight))}"
+    if weight.is_complex() or _numel(weight) == 0:
+        return f"weight is complex or empty ({weight.dtype}, shape {list(_shape(weight))})"
     bias = module._parameters.get("bias")
     for label, param in (("weight", weight), ("bias", bias)):
         if param is not None and uses[id(param)] > 1:
@@ -161,6 +162,17 @@ def _spec(name: str, module: nn.Module, kind: LayerKind, config: KFACConfig) -> 
         a_blocks=cut(d_in + (bias is not None), config.max_factor_dim),
         g_blocks=cut(d_out, config.max_factor_dim),
     )
+
+
+def _extra_parameters(name: str, module: nn.Module, spec: LayerSpec) -> list[LeftOut]:
+    """What a subclass of a supported layer has besides weight and bias."""
+    prefix = f"{name}." if name else ""
+    inside = {slot.name for slot in spec.slots}
+    return [
+        LeftOut(prefix + key, "Parameter", "is neither weight nor bias of its layer", _numel(param))
+        for key, param in module.named_parameters(recurse=False)
+        if param.requires_grad and prefix + key not in inside
+    ]
 
 
 def _parts(name: str, module: nn.Module, d_out: int, config: KFACConfig) -> int:

@@ -74,7 +74,9 @@ class LinearKind:
     def input_rows(self, module: nn.Module, x: Tensor, sharing: str) -> Tensor:
         """Rows of ``[..., d_in]``."""
         if sharing == "reduce" and x.ndim > 2:
-            return x.flatten(1, -2).mean(dim=1)
+            positions = x.flatten(1, -2)
+            # Of an empty sequence nothing is known: its mean counts as zero, not as 0 / 0.
+            return positions.mean(dim=1) if positions.shape[1] else positions.sum(dim=1)
         return x.reshape(-1, x.shape[-1])
 
     def gradient_rows(self, module: nn.Module, g: Tensor, sharing: str) -> Tensor:

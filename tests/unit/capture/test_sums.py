@@ -229,6 +229,28 @@ def test_views_and_expanded_inputs() -> None:
     assert_same(session.drain(), expected)
 
 
+def test_two_losses_of_one_graph_and_a_layer_used_twice() -> None:
+    """Two losses with `retain_graph` under checkpointing: A counted some calls three times.
+
+    Where a call's input is reduced in forward, its sums serve every backward of the graph; those
+    of the first call to arrive were also the sums that all others were added to.
+    """
+    layer = nn.Linear(3, 3).double()
+    xs = [torch.randn(4, 3, dtype=torch.float64) for _ in range(2)]
+
+    def use(net: nn.Module) -> Tensor:
+        return sum(net(x).square().sum() for x in xs)  # type: ignore[return-value]
+
+    session, _ = attach(layer)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        loss = use(layer)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    found = session.drain()[""]
+    rows = torch.cat([torch.cat(xs), torch.ones(8, 1, dtype=torch.float64)], dim=1)
+    torch.testing.assert_close(found.a[0], 2.0 * rows.mT @ rows)
+
+
 def test_double_use_of_one_graph_counts_each_backward() -> None:
     """``retain_graph``: two backward passes are two contributions to the gradient."""
     model = nn.Linear(3, 2).double()

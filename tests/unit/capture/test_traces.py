@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import weakref
 from typing import Any
 
@@ -160,6 +161,34 @@ def test_a_copy_shares_no_session() -> None:
 
 
 # ---------------------------------------------------------------- errors
+
+
+def test_a_model_saved_whole_is_inert() -> None:
+    """`torch.save(model)` failed on an attached model: its hooks were closures."""
+    model = small()
+    session, _ = attach(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    run(loaded).backward()
+    assert session.pending == {}
+    x = batch()
+    assert torch.equal(loaded(x), model(x))
+
+
+class _TwoOutputs(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.bias
+
+
+def test_a_layer_that_returns_no_tensor_waits_for_the_vote() -> None:
+    """A subclass with two outputs: an AttributeError of ours came out of the user's forward."""
+    layer = _TwoOutputs(3, 2).double()
+    session, _ = attach(layer)
+    layer(batch())[0].sum().backward()
+    assert isinstance(session.error, TypeError)
+    assert "_TwoOutputs) returns tuple instead of a tensor" in str(session.error)
 
 
 def test_an_error_in_a_forward_hook_waits_for_the_vote(monkeypatch: pytest.MonkeyPatch) -> None:

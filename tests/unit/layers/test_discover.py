@@ -313,7 +313,7 @@ def test_skipping_everything_is_an_error() -> None:
 @pytest.mark.parametrize(("d_in", "d_out", "bias"), [(0, 3, True), (3, 0, True), (0, 3, False)])
 def test_layers_without_elements_are_left_out(d_in: int, d_out: int, bias: bool) -> None:
     found = table(nn.Sequential(nn.Linear(d_in, d_out, bias=bias), nn.Linear(3, 2)))
-    assert "has no elements" in reasons(found)["0"]
+    assert "complex or empty" in reasons(found)["0"]
 
 
 def test_strict_lists_all_unsupported_matrix_layers_sorted() -> None:
@@ -361,3 +361,26 @@ def test_coverage_counts_every_trainable_parameter_once() -> None:
     inside = sum(p.numel() for n, p in model.named_parameters() if "c_attn" in n or "mlp" in n)
     assert f"6 layers with {inside:,} of {total:,} trainable parameters" in text
     assert f"{100 * inside / total:.1f} %" in text
+
+
+class _Gated(nn.Linear):
+    """A subclass with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.gain = nn.Parameter(torch.ones(4))
+
+
+def test_parameters_that_a_subclass_adds_are_listed() -> None:
+    """They were in no list, and the coverage line said 100 %."""
+    found = table(nn.Sequential(_Gated()))
+    assert [spec.name for spec in found.layers] == ["0"]
+    assert reasons(found) == {"0.gain": "is neither weight nor bias of its layer"}
+    assert "20 of 24" in found.coverage()
+
+
+def test_complex_layers_are_left_out() -> None:
+    """They were accepted and stopped the run at the first refresh."""
+    found = table(nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64), nn.Linear(4, 2)))
+    assert [spec.name for spec in found.layers] == ["1"]
+    assert "complex64" in reasons(found)["0"]

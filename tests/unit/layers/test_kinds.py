@@ -204,3 +204,10 @@ def test_a_class_called_conv1d_without_a_weight_is_not_it() -> None:
     assert kind_of(fake) is None
     fake.nf = 3
     assert kind_of(fake) is None
+
+
+def test_an_empty_sequence_is_a_zero_row_not_nan() -> None:
+    """``reduce`` took the mean of no positions: a finite step was dropped as non-finite."""
+    layer = nn.Linear(3, 2)
+    rows = KINDS["linear"].input_rows(layer, torch.ones(2, 0, 3), "reduce")
+    assert torch.equal(rows, torch.zeros(2, 3))
