@@ -11,7 +11,7 @@ DEEPSPEED = ["deepspeed>=0.19"]
 PLOTS = ["matplotlib>=3.8", "tqdm>=4.66"]
 MEGATRON = ["megatron-core>=0.16"]
 HUGGING_FACE = ["accelerate>=1", "transformers>=4.50"]
-TOOLS = ["hypothesis>=6.100", "mypy>=1.11", "numpy>=1.26", "pytest>=8.2", "ruff>=0.6"]
+TOOLS = ["hypothesis>=6.100", "mypy>=1.11", "numpy>=1.26", "peft>=0.13", "pytest>=8.2", "ruff>=0.6"]
 
 README = Path(__file__).parent / "README.md"
 
@@ -34,7 +34,7 @@ setup(
         "hugging_face": HUGGING_FACE,
         "megatron": MEGATRON,
         "plots": PLOTS,
-        "dev": [*DEEPSPEED, *PLOTS, *TOOLS],
+        "dev": [*DEEPSPEED, *PLOTS, *HUGGING_FACE, *TOOLS],
     },
     entry_points={"console_scripts": ["ds-kfac = ds_kfac.cli.__main__:main"]},
     classifiers=[

@@ -194,4 +194,7 @@ def _kept_by_autograd(module: nn.Module, x: Tensor) -> bool:
         return False
     if getattr(module, "padding_mode", "zeros") != "zeros":
         return False
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    # Private, and absent in older releases: then the input is reduced at once, which is right
+    # under any hooks.
+    top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top_hooks is not None and top_hooks(True) is None

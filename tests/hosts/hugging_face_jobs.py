@@ -7,6 +7,7 @@ of these libraries writes it.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,10 @@ def arguments(config: dict[str, Any], out: Path, **changes: Any) -> Any:
 
     out.mkdir(parents=True, exist_ok=True)
     path = out / "deepspeed.json"
-    path.write_text(json.dumps(config))
+    # Every rank writes it and reads it at once: never let one see the other's half-written file.
+    part = path.with_suffix(f".rank{os.environ.get('RANK', '0')}")
+    part.write_text(json.dumps(config))
+    part.replace(path)
     settings: dict[str, Any] = {
         "output_dir": str(out),
         "deepspeed": str(path),
