@@ -27,6 +27,7 @@ from ds_kfac.schedules import Number, Scheduled, extremes
 Direction = Literal["natural", "ekfac", "eigen_adam", "orthogonal"]
 Solver = Literal["eigen", "cholesky"]
 Grafting = Literal["none", "rms", "adam"]
+MAX_DAMPING = 1e30  # larger ones leave the range of fp32 when factors are added
 OUTPUT_HEADS = ("*lm_head*", "*embed_out*", "*output_layer*")
 """Default of ``skip_layers``: language-model heads, whose G factor has the vocabulary's size."""
 
@@ -104,7 +105,9 @@ class KFACConfig(BaseModel):
     direction: Direction = "natural"
     solver: Solver | None = None
     damping: Annotated[
-        Scheduled | None, Positive, _expected("a number > 0, a schedule of such numbers, or null")
+        Scheduled | None,
+        _extremes(lambda low, high: low > 0 and high <= MAX_DAMPING),
+        _expected("a number in (0, 1e30], a schedule of such numbers, or null"),
     ] = None
     damping_mode: Literal["relative", "absolute"] = "relative"
     factor_decay: Annotated[

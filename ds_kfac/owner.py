@@ -121,7 +121,7 @@ class Owner:
         """State of every owned layer by name."""
         return {state.spec.name: state.state_dict() for state in self.states.values()}
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+    def load_state_dict(self, saved: Any) -> None:
         """Restore every owned layer.
 
         Raises:

@@ -174,17 +174,18 @@ class KFAC:
         layers = self._owner.state_dict()
         return {"version": 1, "counters": dict(vars(self.counters)), "layers": layers}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Any) -> None:
         """Restore what :meth:`state_dict` returned for the same layers on the same ranks.
 
         Raises:
             StateError: Version, layers or shapes do not fit; nothing is changed then.
         """
-        if state.get("version") != 1:
-            raise StateError("E308", f"K-FAC state of version {state.get('version')!r}, expected 1")
-        self._owner.load_state_dict(state["layers"])
-        for name, value in state["counters"].items():
-            setattr(self.counters, name, int(value))
+        version = state.get("version") if isinstance(state, Mapping) else type(state).__name__
+        if version != 1:
+            raise StateError("E308", f"K-FAC state of version {version!r}, expected 1")
+        counters = Counters.restored(state.get("counters"))
+        self._owner.load_state_dict(state.get("layers"))
+        self.counters = counters
         self._begin_step()
 
     def detach(self) -> None:

@@ -161,24 +161,51 @@ class LayerState:
 _SCALARS = ("updates", "fallbacks", "folded_at", "refreshed_at")
 
 
-def check_layers(layers: Mapping[str, LayerState], saved: Mapping[str, Any]) -> None:
+def check_layers(layers: Mapping[str, LayerState], saved: Any) -> None:
     """Check that saved states fit these layers, before any of them is used.
 
     Raises:
-        StateError: Missing layers, or factors of another size (E302).
+        StateError: Missing layers or entries, or tensors of another size (E302).
     """
-    problems = [f"layer {name}: missing" for name in layers if name not in saved]
+    if not isinstance(saved, Mapping):
+        raise StateError("E302", f"saved K-FAC state has no layers but {type(saved).__name__}")
+    problems: list[str] = []
     for name, layer in layers.items():
-        for side_name, side in layer.sides():
-            for index, average in enumerate(side.averages):
-                key = f"{side_name}.{index}.total"
-                found = saved.get(name, {}).get(key)
-                if name in saved and (found is None or found.shape != average.total.shape):
-                    shape = None if found is None else tuple(found.shape)
-                    expected = tuple(average.total.shape)
-                    problems.append(f"layer {name}: {key} is {shape}, expected {expected}")
+        found = saved.get(name)
+        if isinstance(found, Mapping):
+            problems += [f"layer {name}: {text}" for text in _misfits(layer, found)]
+        else:
+            problems.append(f"layer {name}: missing")
     if problems:
         raise StateError("E302", "saved K-FAC state does not fit: " + "; ".join(problems[:20]))
+
+
+def _misfits(layer: LayerState, saved: Mapping[str, Any]) -> list[str]:
+    required, optional = _shapes(layer)
+    problems = [f"{key} is missing" for key in required if key not in saved]
+    for key, value in saved.items():
+        matrix = (layer.spec.d_out, layer.spec.columns)
+        expected = required.get(key, optional.get(key, matrix))
+        if key not in required and key not in optional and not key.startswith("moments."):
+            problems.append(f"{key} is unknown")
+        elif tuple(getattr(value, "shape", ())) != expected:
+            shape = tuple(getattr(value, "shape", ()))
+            problems.append(f"{key} is {shape}, expected {expected}")
+    return problems
+
+
+def _shapes(layer: LayerState) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Shapes of the entries that a saved layer has to have and of those that it may have."""
+    required: dict[str, tuple[int, ...]] = dict.fromkeys(_SCALARS, ())
+    optional: dict[str, tuple[int, ...]] = {}
+    for name, side in layer.sides():
+        for index, (block, average) in enumerate(zip(side.blocks, side.averages, strict=True)):
+            prefix, n = f"{name}.{index}.", block.size
+            required[prefix + "total"] = tuple(average.total.shape)
+            required |= {prefix + "weight": (), prefix + "failures": ()}
+            shapes = {"mean": (), "vectors": (n, n), "values": (n,), "inverse": (n, n)}
+            optional |= {f"{prefix}basis.{key}": shape for key, shape in shapes.items()}
+    return required, optional
 
 
 def _load_basis(state: Mapping[str, Any], prefix: str, like: Tensor) -> BlockBasis | None:

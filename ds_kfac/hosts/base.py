@@ -56,16 +56,27 @@ def flat_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         parameters: By name.
 
     Returns:
-        Per name ``[numel]``, in the dtype of the gradient, aliasing it.
+        Per name ``[numel]``, in the dtype of the gradient, aliasing it: of a sparse gradient its
+        values, of a complex one real and imaginary parts.
     """
     views = {}
     for name, param in parameters.items():
         if param.grad is not None:
-            # Channels-last and other strided gradients cannot be flattened in place.
-            if not param.grad.is_contiguous():
-                param.grad = param.grad.contiguous()
-            views[name] = param.grad.view(-1)
+            views[name] = _flat(param)
     return views
+
+
+def _flat(param: nn.Parameter) -> Tensor:
+    assert param.grad is not None
+    if param.grad.is_sparse:
+        # Rows that occur twice add up, and only then have a norm; absent rows are zero.
+        param.grad = param.grad.coalesce()
+        return param.grad.values().view(-1)
+    # Channels-last and other strided gradients cannot be flattened in place.
+    if not param.grad.is_contiguous():
+        param.grad = param.grad.contiguous()
+    grad = torch.view_as_real(param.grad) if param.grad.is_complex() else param.grad
+    return grad.view(-1)
 
 
 class Host(Protocol):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from ds_kfac.errors import StateError
 from ds_kfac.state import LayerState
 
 
@@ -29,6 +31,18 @@ class Counters:
     refreshes: int = 0
     decompositions: int = 0
     preconditions: int = 0
+
+    @classmethod
+    def restored(cls, saved: Any) -> Counters:
+        """Counts from a saved mapping.
+
+        Raises:
+            StateError: They are not exactly these counts, as whole numbers >= 0 (E302).
+        """
+        fits = isinstance(saved, Mapping) and saved.keys() == vars(cls()).keys()
+        if not fits or any(type(count) is not int or count < 0 for count in saved.values()):
+            raise StateError("E302", f"saved K-FAC state has wrong counters: {saved!r:.300}")
+        return cls(**saved)
 
 
 def collect(

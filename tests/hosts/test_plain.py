@@ -186,3 +186,89 @@ def test_preconditioners_sharing_a_scaler_detach_in_any_order() -> None:
     assert second._host.output_scale() == 1 / 4
     second.detach()
     assert "update" not in vars(scaler)
+
+
+class _WithEmbedding(nn.Module):
+    """A layer behind an embedding with sparse gradients and a complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table = nn.Embedding(9, 4, sparse=True)
+        self.phase = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = self.out((self.table(tokens) * self.phase).abs())
+        return result
+
+
+def test_sparse_and_complex_gradients_stay_with_the_base_optimizer() -> None:
+    """Neither can be flattened or measured like others: the first step ended in a RuntimeError."""
+    model = _WithEmbedding()
+    optimizer = sgd(model)
+    kfac = ds_kfac.attach(model, optimizer, SETTINGS)
+    assert kfac is not None
+    tokens = torch.tensor([1, 2, 2, 5])
+    model(tokens).square().mean().backward()
+    grads = [p.grad.to_dense().abs().flatten() for p in model.parameters() if p.grad is not None]
+    before = model.table.weight.detach().clone()
+    optimizer.step()
+    assert kfac.metrics()["grad_norm"] == pytest.approx(float(torch.cat(grads).norm()))
+    assert (before != model.table.weight).any(dim=1).tolist() == [i in (1, 2, 5) for i in range(9)]
+
+
+def _damaged(state: dict[str, Any], what: str) -> Any:
+    layer = state["layers"]["0"]
+    damage: dict[str, Any] = {
+        "not a mapping": lambda: "state",
+        "no counters": lambda: state.pop("counters"),
+        "unknown counter": lambda: state["counters"].update(bogus=3),
+        "negative counter": lambda: state["counters"].update(steps=-1),
+        "no layers": lambda: state.pop("layers"),
+        "no layer": lambda: state["layers"].update({"0": None}),
+        "no scalar": lambda: layer.pop("updates"),
+        "no average": lambda: layer.pop("g.0.weight"),
+        "factor": lambda: layer.update({"a.0.total": torch.zeros(3)}),
+        "basis": lambda: layer.update({"a.0.basis.vectors": torch.eye(2)}),
+        "moment": lambda: layer.update({"moments.momentum": torch.zeros(2, 2)}),
+        "unknown entry": lambda: layer.update({"a.7.total": torch.zeros(3)}),
+    }
+    result = damage[what]()
+    return result if isinstance(result, str) else state
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("not a mapping", "E308 .*'str'"),
+        ("no counters", "E302 .*counters"),
+        ("unknown counter", "E302 .*bogus"),
+        ("negative counter", "E302 .*-1"),
+        ("no layers", "E302 .*no layers"),
+        ("no layer", "E302 .*layer 0: missing"),
+        ("no scalar", "E302 .*layer 0: updates is missing"),
+        ("no average", "E302 .*layer 0: g.0.weight is missing"),
+        ("factor", r"E302 .*layer 0: a.0.total is \(3,\), expected \(15,\)"),
+        ("basis", r"E302 .*layer 0: a.0.basis.vectors is \(2, 2\), expected \(5, 5\)"),
+        ("moment", r"E302 .*layer 0: moments.momentum is \(2, 2\), expected \(6, 5\)"),
+        ("unknown entry", "E302 .*layer 0: a.7.total is unknown"),
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(what: str, text: str) -> None:
+    """Bases of another size were loaded and failed at the next step, missing entries halfway."""
+    model = net()
+    optimizer = sgd(model)
+    kfac = ds_kfac.attach(model, optimizer, {**SETTINGS, "direction": "orthogonal"})
+    assert kfac is not None
+    train(model, optimizer, range(2))
+    damaged = _damaged(copy.deepcopy(kfac.state_dict()), what)
+    train(model, optimizer, range(2, 3))
+    before = copy.deepcopy(kfac.state_dict())
+    with pytest.raises(ds_kfac.KFACError, match=text):
+        kfac.load_state_dict(damaged)
+    after = kfac.state_dict()
+    assert after["counters"] == before["counters"]
+    for name, layer in before["layers"].items():
+        for key, value in layer.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(after["layers"][name][key]))
