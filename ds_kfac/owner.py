@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.plan.program import ReduceItem
 from ds_kfac.refresh import RefreshSettings, fold, refresh
 from ds_kfac.state import LayerState, check_layers
+
+logger = logging.getLogger(__name__)
 
 OWN_MOMENTUM = ("orthogonal", "eigen_adam")
 DEFAULT_MOMENTUM = 0.95
@@ -48,6 +51,7 @@ class Owner:
         self._momentum = momentum
         self._device = device
         self._dtype = dtype
+        self._unseen: set[str] = set()
 
     def fold(self, sums: Iterable[tuple[ReduceItem, Tensor]], *, step: int) -> None:
         """Add reduced sums to the averages."""
@@ -63,6 +67,7 @@ class Owner:
         Raises:
             NumericalError: A block failed too often in a row (E110).
         """
+        self._warn_of_missing_statistics()
         settings = RefreshSettings(
             solver=self._config.resolved_solver,
             damping=schedules.value_at(self._config.resolved_damping, step),
@@ -72,6 +77,25 @@ class Owner:
             on_cpu=self._config.inverse_device == "cpu" and self._device.type != "cpu",
         )
         return refresh(list(self.states.values()), settings, step=step)
+
+    def _warn_of_missing_statistics(self) -> None:
+        """Say once which layers are trained without ever having been seen at work."""
+        states = list(self.states.values())
+        if not states:
+            return
+        trained = torch.stack([state.updates for state in states]) > 0
+        seen = torch.stack([state.a.averages[0].weight for state in states]) > 0
+        unseen = zip(states, (trained & ~seen).tolist(), strict=True)
+        names = {state.spec.name for state, is_unseen in unseen if is_unseen} - self._unseen
+        if names:
+            self._unseen |= names
+            logger.warning(
+                "KFAC-W113 %d layers have gradients but no statistics, so that there is nothing to "
+                "precondition them with: %s. Are they called in eval mode, or are their weights "
+                "used without calling them?",
+                len(names),
+                ", ".join(sorted(names)[:20]) + (", ..." if len(names) > 20 else ""),
+            )
 
     def directions(
         self,

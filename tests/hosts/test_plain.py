@@ -272,3 +272,16 @@ def test_a_damaged_state_is_refused_and_changes_nothing(what: str, text: str) ->
     for name, layer in before["layers"].items():
         for key, value in layer.items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(after["layers"][name][key]))
+
+
+def test_layers_without_statistics_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A model trained in eval mode: K-FAC changed no direction and said nothing."""
+    model = net()
+    model[0].eval()
+    optimizer = sgd(model)
+    ds_kfac.attach(model, optimizer, SETTINGS)
+    train(model, optimizer, range(4))
+    warnings = [r.getMessage() for r in caplog.records if "KFAC-W113" in r.getMessage()]
+    assert len(warnings) == 1
+    assert "1 layers have gradients but no statistics" in warnings[0]
+    assert "with: 0. Are they" in warnings[0]
