@@ -289,10 +289,11 @@ class KFAC:
     def _update_curvature(self, pending: dict[str, Pending]) -> None:
         step = self.counters.steps
         if schedules.is_due(self.config.factor_update_steps, step):
+            pack = packer(pending, self._layers.layers)
             sums = reduce_factors(
                 self._program.rounds,
                 self._data,
-                packer(pending, self._layers.layers),
+                lambda item, out: self._guard(lambda: pack(item, out)),
                 dtype=self._dtype,
                 device=self._device,
             )

@@ -176,6 +176,23 @@ def hook_error(rank: int, size: int, cell: Cell) -> None:
         optimizer_step()
 
 
+def packing_error(rank: int, size: int, cell: Cell) -> None:
+    """Packing that fails on one rank only, between two collectives."""
+    from ds_kfac.capture import session
+
+    original = session.pack_upper
+    _, _, backward, optimizer_step = _ddp_loop(cell, size)
+    try:
+        if rank == 0:
+            session.pack_upper = _fail
+        for step in range(3):
+            ((x, y, factor),) = jobs.micro_batches(rank, size, cell, step)
+            backward(x, y, factor)
+            optimizer_step()
+    finally:
+        session.pack_upper = original
+
+
 def _fail(*_: object, **__: object) -> None:
     raise MemoryError("no memory for statistics")
 

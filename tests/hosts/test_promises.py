@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -115,10 +116,11 @@ def test_raise_on_nonfinite_is_the_same_on_all_ranks(host: str) -> None:
     assert errors[0].same_error == errors[1].same_error
 
 
-def test_error_in_a_hook_reaches_all_ranks() -> None:
-    """A rank that raised inside backward would leave its peers in a collective."""
+@pytest.mark.parametrize("job", [promises.hook_error, promises.packing_error])
+def test_error_between_collectives_reaches_all_ranks(job: Any) -> None:
+    """A rank that raised inside backward, or while packing, would leave its peers waiting."""
     cell = Cell("ddp", {"direction": "natural", **INTERVALS})
-    errors = world(3).run_expecting_errors(promises.hook_error, cell)
+    errors = world(3).run_expecting_errors(job, cell)
     for error in errors:
         assert error is not None
         assert "rank 0 failed: MemoryError: no memory for statistics" in error.text
