@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ds_kfac.layers.spec import LayerSpec
+from ds_kfac.math.packing import packed_numel
 
 # Multiples of n^3 (numerics: measured in units of a matrix product of 2 n^3 operations).
 _REFRESH = {"eigen": 2 * 5.0, "cholesky": 2 * 1.0}
@@ -11,7 +12,7 @@ NEWTON_SCHULZ_STEPS = 5
 
 def factor_numel(spec: LayerSpec) -> int:
     """Elements of a layer's packed (upper-triangular) factors."""
-    return sum(n * (n + 1) // 2 for n in spec.block_sizes)
+    return sum(packed_numel(n) for n in spec.block_sizes)
 
 
 def refresh_flops(spec: LayerSpec, solver: str) -> float:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.math.solvers import damped_inverses, eigen_bases
+from tests.unit.math.solver_checks import assert_identity, rebuilt
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
@@ -19,19 +20,6 @@ def factor(n: int, seed: int = 0) -> Tensor:
     rows = torch.randn(3 * n, n, generator=generator, dtype=torch.float64)
     product = rows.t() @ rows
     return (product + product.t()) / product.trace() * n / 2
-
-
-def rebuilt(vectors: Tensor, values: Tensor) -> Tensor:
-    """Sum of values times outer products, one eigenpair at a time."""
-    n = len(values)
-    total = torch.zeros(n, n, dtype=torch.float64)
-    for k in range(n):
-        total += values[k].double() * torch.outer(vectors[:, k], vectors[:, k]).double()
-    return total
-
-
-def assert_identity(found: Tensor) -> None:
-    assert torch.equal(found, torch.eye(found.shape[-1], dtype=found.dtype))
 
 
 Eigh = Callable[[Tensor], tuple[Tensor, Tensor]]

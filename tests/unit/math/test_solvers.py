@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ds_kfac.math import solvers
 from ds_kfac.math.solvers import damped_inverses, eigen_bases
+from tests.unit.math.solver_checks import assert_identity, rebuilt
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 SCALES = pytest.mark.parametrize("scale", [1e-36, 1e-20, 1.0, 1e20, 1e36])
@@ -31,19 +32,6 @@ def randn(*shape: int) -> Tensor:
 
 def mean_of(f: Tensor) -> Tensor:
     return f.double().diagonal(dim1=-2, dim2=-1).mean(-1)
-
-
-def rebuilt(vectors: Tensor, values: Tensor) -> Tensor:
-    """Sum of values times outer products, one eigenpair at a time."""
-    n = len(values)
-    total = torch.zeros(n, n, dtype=torch.float64)
-    for k in range(n):
-        total += values[k].double() * torch.outer(vectors[:, k], vectors[:, k]).double()
-    return total
-
-
-def assert_identity(found: Tensor) -> None:
-    assert torch.equal(found, torch.eye(found.shape[-1], dtype=found.dtype))
 
 
 @BOTH
