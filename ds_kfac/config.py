@@ -215,6 +215,9 @@ class KFACConfig(BaseModel):
                 f"grafting {self.grafting!r}; remove it or set it to null"
             )
             problems.append((("direction", "grafting", "kl_clip"), text))
+        if not self.uses_kl_clip:
+            # The default is for directions that have a use for it; dumped, it would be refused.
+            self.__dict__["kl_clip"] = None
         return problems
 
     def _refuse_unavailable(self) -> None:

@@ -23,7 +23,6 @@ class DirectionSettings:
         momentum: Decay of the gradient average that is preconditioned; 0 is none.
         betas: Decay rates of Adam's moments.
         grafting: ``none``, ``rms`` or ``adam``.
-        wants_change: The modelled change is asked for; it takes a pass over the direction.
     """
 
     direction: str
@@ -32,10 +31,15 @@ class DirectionSettings:
     momentum: float
     betas: tuple[float, float]
     grafting: str
-    wants_change: bool = True
 
 
-def direction(state: LayerState, g: Tensor, settings: DirectionSettings) -> tuple[Tensor, Tensor]:
+def direction(
+    state: LayerState,
+    g: Tensor,
+    settings: DirectionSettings,
+    *,
+    rates: tuple[float, float] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Compute what replaces a layer's gradient, updating its moments.
 
     A layer whose gradient is zero everywhere was not used in this step: its direction is
@@ -45,11 +49,13 @@ def direction(state: LayerState, g: Tensor, settings: DirectionSettings) -> tupl
         state: The layer at its owner.
         g: ``[d_out, columns]`` gradient of the global objective, clipped, compute dtype.
         settings: Numbers in force.
+        rates: Learning rates of weight and bias, if the modelled change is asked for: it takes a
+            pass over the direction.
 
     Returns:
-        The direction ``[d_out, columns]``, a new tensor, and 0-d fp64 ``<direction, m>``, where
-        m is the (averaged) gradient that was preconditioned: the modelled change per squared
-        rate; zero where nobody asked for it.
+        The direction ``[d_out, columns]``, a new tensor, and 0-d fp64, the modelled change
+        ``sum of rate^2 <direction, m>``, where m is the (averaged) gradient that was
+        preconditioned; zero where nobody asked for it.
     """
     used = directions.largest(g) > 0
     state.updates += used
@@ -61,9 +67,17 @@ def direction(state: LayerState, g: Tensor, settings: DirectionSettings) -> tupl
         d = directions.orthogonalise(d, state.spec.parts)
     # Finite by now, so that a factor of zero clears it.
     d = d.mul(used.to(d.dtype))
-    if not settings.wants_change:
+    if rates is None:
         return d, torch.zeros((), dtype=torch.float64, device=d.device)
-    return d, torch.sum(d * m, dtype=torch.float64)
+    return d, _modelled_change(d * m, rates, has_bias=state.spec.bias is not None)
+
+
+def _modelled_change(products: Tensor, rates: tuple[float, float], *, has_bias: bool) -> Tensor:
+    of_weight, of_bias = rates
+    if not has_bias or of_bias == of_weight:
+        return torch.sum(products, dtype=torch.float64) * of_weight**2
+    columns = torch.sum(products, dim=0, dtype=torch.float64)  # the bias is the last one
+    return columns[:-1].sum() * of_weight**2 + columns[-1] * of_bias**2
 
 
 def _momentum(state: LayerState, g: Tensor, used: Tensor, settings: DirectionSettings) -> Tensor:

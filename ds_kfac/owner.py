@@ -126,8 +126,8 @@ class Owner:
             momentum=self._momentum,
             betas=self._config.betas,
             grafting=self._config.grafting,
-            wants_change=self._config.uses_kl_clip and self._config.kl_clip is not None,
         )
+        wants_change = self._config.uses_kl_clip and self._config.kl_clip is not None
         total = torch.zeros((), device=self._device, dtype=torch.float64)
         results: dict[int, Tensor] = {}
         for layer, state in self.states.items():
@@ -135,10 +135,11 @@ class Owner:
             g = to_matrix(gradients[layer], spec, dtype=self._dtype)
             if isinstance(scale, Tensor) or scale != 1.0:
                 g = g * scale
-            d, change = direction(state, g, settings)
+            rates = _rates(spec, learning_rates) if wants_change else None
+            d, change = direction(state, g, settings, rates=rates)
             results[layer] = to_flat(d if stored_scale == 1.0 else d * stored_scale, spec)
-            if settings.wants_change:
-                total += change * learning_rates.get(spec.weight.name, 1.0) ** 2
+            if wants_change:
+                total += change
         return results, total
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,6 +156,12 @@ class Owner:
         check_layers(layers, saved)
         for name, state in layers.items():
             state.load_state_dict(saved[name])
+
+
+def _rates(spec: LayerSpec, learning_rates: Mapping[str, float]) -> tuple[float, float]:
+    """Learning rates of a layer's weight and bias."""
+    weight, bias = spec.slots[0], spec.slots[-1]
+    return learning_rates.get(weight.name, 1.0), learning_rates.get(bias.name, 1.0)
 
 
 def resolve_momentum(config: KFACConfig, *, own_optimizer: bool) -> float:

@@ -27,21 +27,22 @@ from ds_kfac.assembly import assemble
 from ds_kfac.capture.hooks import install
 from ds_kfac.capture.session import CaptureSession, Pending, packer
 from ds_kfac.comm.communicator import Communicator
+from ds_kfac.comm.guard import Guard
 from ds_kfac.comm.ledger import Ledger
 from ds_kfac.comm.run import GradientExchange, reduce_factors
 from ds_kfac.comm.vote import Verdict, health, raise_everywhere
 from ds_kfac.config import KFACConfig
-from ds_kfac.errors import NumericalError, StateError, nearest
+from ds_kfac.errors import StateError, nearest
 from ds_kfac.layers.spec import LayerTable
 from ds_kfac.math.directions import kl_scale
 from ds_kfac.owner import Owner, resolve_momentum
-from ds_kfac.soundness import gradient_norm, is_finite
+from ds_kfac.step_input import StepInput, read, refuse_nonfinite, refuse_unfrozen
 from ds_kfac.telemetry.factors import gather_factors
 from ds_kfac.telemetry.metrics import Counters, collect
 from ds_kfac.telemetry.table import layer_table
 
 if TYPE_CHECKING:
-    from ds_kfac.hosts.base import Gradients, Host
+    from ds_kfac.hosts.base import Host
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class KFAC:
         self._model = Communicator(host.groups.model or host.groups.data, self._ledger)
         self._grad_norm: Tensor | None = None
         self._kl_scale: Tensor | None = None
-        self._error: Exception | None = None
+        self._guard = Guard()
         self._on_detach: list[Callable[[], None]] = []
         parts = assemble(host, config, data=self._data, model=self._model)
         self._layers, self._program = parts.layers, parts.program
@@ -80,8 +81,10 @@ class KFAC:
             wire_dtype=parts.stored_dtype,
             dtype=self._dtype,
             device=self._device,
+            guard=self._guard,
         )
         specs = self._layers.layers
+        self._frozen = self._layers.frozen_weights()
         self._ours = {slot.name for spec in specs for slot in spec.slots}
         self._owner = Owner(
             specs,
@@ -94,7 +97,12 @@ class KFAC:
         self._session = CaptureSession(
             {spec.name: spec for spec in specs}, config.weight_sharing, self._dtype
         )
-        self._handles = install(host.model, self._session, output_scale=host.output_scale)
+        self._handles = install(
+            host.model,
+            self._session,
+            output_scale=host.output_scale,
+            gradients_stay=host.gradients_stay_in_parameters(),
+        )
         self._begin_step()
         if self._data.rank == 0 and (self._model.rank == 0 or parts.is_stage):
             host.announce(self.table())
@@ -116,6 +124,11 @@ class KFAC:
     def grad_norm(self) -> Tensor | None:
         """0-d, norm of the last step's raw gradient over the whole model."""
         return self._grad_norm
+
+    @property
+    def half_gradients(self) -> bool:
+        """Whether layers have got fp16 gradients since attach."""
+        return self._session.saw_half
 
     def table(self) -> str:
         """Printable table: name, kind, dims, blocks and owner, or the reason for being left out."""
@@ -205,8 +218,11 @@ class KFAC:
         """Register what a host has to undo at :meth:`detach`."""
         self._on_detach.append(undo)
 
-    def before_step(self) -> bool:
+    def before_step(self, prepare: Callable[[], None] | None = None) -> bool:
         """Replace the host's gradients by directions.
+
+        Args:
+            prepare: What the host has to do or check first, on this rank alone.
 
         Returns:
             Whether the step is healthy. If not, nothing was touched: the host sees its bad
@@ -215,21 +231,30 @@ class KFAC:
         Raises:
             KFACError: Any rank has a pending error; every rank raises the same.
         """
-        gradients = self._host.gradients()
-        pending = self._session.drain()
-        counted = [v for name, v in gradients.views.items() if name not in gradients.duplicates]
-        norm = gradient_norm(counted, self._device)
-        finite = is_finite(norm, pending.values())
-        verdict = health(self._model, finite, error=self._has_error())
+        self._guard.keep(self._session.take_error())
+        step = self._guard.run(lambda: self._read(prepare))
+        finite = torch.zeros((), device=self._device) if step is None else step.finite
+        verdict = health(self._model, finite.bool(), error=self._guard.error is not None)
         if verdict is Verdict.ERROR:
-            raise_everywhere(self._model, self._take_error())
+            raise_everywhere(self._model, self._guard.take())
+        assert step is not None
         if verdict is Verdict.NONFINITE:
-            self._refuse_nonfinite()
+            refuse_nonfinite(
+                step,
+                self.counters.steps,
+                raises=self.config.on_nonfinite == "raise",
+                speaks=self._model.rank == 0,
+            )
             return False
-        clip = self._clip_coefficient(norm, gradients)
-        self._update_curvature(pending)
-        del pending
-        self._replace_gradients(gradients, clip)
+        clip = self._clip_coefficient(step)
+        self._update_curvature(step.pending)
+        step.pending.clear()
+        self._replace_gradients(step, clip)
+        if self._guard.error is not None:  # said now: this may have been the last step
+            logger.error(
+                "K-FAC failed on this rank; all ranks stop at the next step",
+                exc_info=self._guard.error,
+            )
         return True
 
     def after_step(self, *, applied: bool) -> None:
@@ -259,32 +284,21 @@ class KFAC:
             step=step,
         )
 
-    def _refuse_nonfinite(self) -> None:
-        step, scale = self.counters.steps, self._host.stored_scale()
-        if scale != 1.0:  # how a dynamic loss scale finds its value
-            logger.info("step %d: overflow at loss scale %g, dropped on all ranks", step, scale)
-            return
-        if self.config.on_nonfinite == "raise":
-            raise NumericalError(
-                "E102",
-                f"step {step}: non-finite gradients or statistics on some rank. Set "
-                "kfac.on_nonfinite to 'skip' to drop such steps",
-            )
-        if self._model.rank == 0:
-            logger.warning(
-                "KFAC-W101 step %d: non-finite gradients or statistics on some rank; the step is "
-                "dropped on all ranks",
-                step,
-            )
+    def _read(self, prepare: Callable[[], None] | None) -> StepInput:
+        if prepare is not None:
+            prepare()
+        begun = read(self._host, self._session, self._device)
+        refuse_unfrozen(begun, self._frozen)
+        return begun
 
-    def _clip_coefficient(self, norm: Tensor, gradients: Gradients) -> Tensor | None:
-        threshold = self._host.clip_threshold()
+    def _clip_coefficient(self, step: StepInput) -> Tensor | None:
+        norm, gradients = step.norm, step.gradients
         if gradients.partial:
             norm = self._model.sum_(norm.square() * gradients.share, "scalars").sqrt()
-        self._grad_norm = norm / self._host.stored_scale()
-        if threshold <= 0:
+        self._grad_norm = norm / step.stored_scale
+        if step.clip_threshold <= 0:
             return None
-        return (threshold / (self._grad_norm + 1e-6)).clamp(max=1.0)
+        return (step.clip_threshold / (self._grad_norm + 1e-6)).clamp(max=1.0)
 
     def _update_curvature(self, pending: dict[str, Pending]) -> None:
         step = self.counters.steps
@@ -293,52 +307,50 @@ class KFAC:
             sums = reduce_factors(
                 self._program.rounds,
                 self._data,
-                lambda item, out: self._guard(lambda: pack(item, out)),
+                lambda item, out: self._guard.run(lambda: pack(item, out)),
                 dtype=self._dtype,
                 device=self._device,
             )
-            self._guard(lambda: self._owner.fold(sums, step=step))
+            self._guard.run(lambda: self._owner.fold(sums, step=step))
             self.counters.captures += 1
         if schedules.is_due(self.config.inv_update_steps, step):
-            self._guard(lambda: self._refresh(step))
+            done = self._guard.run(lambda: self._owner.refresh(step=step))
+            self.counters.decompositions += done or 0
             self.counters.refreshes += 1
 
-    def _refresh(self, step: int) -> None:
-        self.counters.decompositions += self._owner.refresh(step=step)
-
-    def _replace_gradients(self, gradients: Gradients, clip: Tensor | None) -> None:
-        flats = self._exchange.to_owners(gradients.views)
-        for layer in self._exchange.owned:
-            if layer not in flats:  # replicated: the whole gradient is here already
-                flats[layer] = self._replicated(layer, gradients.views)
-        directions, change = self._directions(flats, clip)
+    def _replace_gradients(self, step: StepInput, clip: Tensor | None) -> None:
+        flats = self._exchange.to_owners(step.gradients.views)
+        result = self._guard.run(lambda: self._directions(flats, step, clip))
         flats.clear()
+        directions, change = self._no_directions() if result is None else result
         scale = self._trust_scale(change)
-        if scale is not None:
-            for flat in directions.values():
-                flat.mul_(scale)
+        if scale is not None and result is not None and directions:
+            torch._foreach_mul_(list(directions.values()), scale)
         slices, shared = self._exchange.from_owners(directions)
-        self._write(slices, shared, clip)
+        self._guard.run(lambda: self._write(slices, shared, clip))
         self.counters.preconditions += 1
 
     def _directions(
-        self, flats: Mapping[int, Tensor], clip: Tensor | None
-    ) -> tuple[Mapping[int, Tensor], Tensor]:
-        stored = self._host.stored_scale()
-        try:
-            return self._owner.directions(
-                flats,
-                step=self.counters.steps,
-                scale=1.0 / stored if clip is None else (clip / stored).to(self._dtype),
-                stored_scale=stored,
-                learning_rates=self._host.learning_rates() if self.config.uses_kl_clip else {},
-            )
-        except Exception as error:
-            # The other ranks wait for this one's part: it hands back plain gradients, and the
-            # next vote stops everybody.
-            self._error = self._error or error
-            plain = {layer: flat.to(self._dtype) for layer, flat in flats.items()}
-            return plain, torch.zeros((), device=self._device, dtype=torch.float64)
+        self, flats: dict[int, Tensor], step: StepInput, clip: Tensor | None
+    ) -> tuple[dict[int, Tensor], Tensor]:
+        stored = step.stored_scale
+        for layer in self._exchange.owned:
+            if layer not in flats:  # replicated: the whole gradient is here already
+                flats[layer] = self._replicated(layer, step.gradients.views)
+        return self._owner.directions(
+            flats,
+            step=self.counters.steps,
+            scale=1.0 / stored if clip is None else (clip / stored).to(self._dtype),
+            stored_scale=stored,
+            learning_rates=step.learning_rates,
+        )
+
+    def _no_directions(self) -> tuple[dict[int, Tensor], Tensor]:
+        """Zeros in place of what failed: other ranks wait for them, and they move nothing."""
+        zero = torch.zeros(1, device=self._device, dtype=self._dtype)
+        specs = self._layers.layers
+        directions = {layer: zero.expand(specs[layer].numel) for layer in self._exchange.owned}
+        return directions, torch.zeros((), device=self._device, dtype=torch.float64)
 
     def _replicated(self, layer: int, views: Mapping[str, Tensor]) -> Tensor:
         parts = [
@@ -375,20 +387,3 @@ class KFAC:
         if clip is not None and others:
             torch._foreach_mul_(others, clip.to(others[0]))
         self._host.after_write()
-
-    # ------------------------------------------------------------------ helpers
-
-    def _guard(self, work: Callable[[], None]) -> None:
-        """Run local work between collectives; its error waits for the next vote."""
-        try:
-            work()
-        except Exception as error:
-            self._error = self._error or error
-
-    def _has_error(self) -> bool:
-        return (self._error or self._session.error) is not None
-
-    def _take_error(self) -> Exception | None:
-        error = self._error or self._session.error
-        self._error = self._session.error = None
-        return error

@@ -20,7 +20,11 @@ from ds_kfac.capture.session import CaptureSession, InputSums
 
 
 def install(
-    model: nn.Module, session: CaptureSession, *, output_scale: Callable[[], float]
+    model: nn.Module,
+    session: CaptureSession,
+    *,
+    output_scale: Callable[[], float],
+    gradients_stay: bool = False,
 ) -> list[RemovableHandle]:
     """Hook every layer of the session.
 
@@ -29,6 +33,8 @@ def install(
         session: Receives the statistics.
         output_scale: Factor from a hooked output gradient to the gradient of the global
             objective, asked at each backward (a dynamic loss scale changes).
+        gradients_stay: Gradients wait in ``param.grad`` for the optimizer's step, so that a
+            missing one was thrown away.
 
     Returns:
         Handles; removing them all leaves the model as it was.
@@ -36,7 +42,8 @@ def install(
     modules = dict(model.named_modules())
     return [
         modules[name].register_forward_hook(
-            _Observer(_forward_hook(name, modules[name], session, output_scale)), with_kwargs=True
+            _Observer(_forward_hook(name, modules[name], session, output_scale, gradients_stay)),
+            with_kwargs=True,
         )
         for name in session.specs
     ]
@@ -63,7 +70,11 @@ class _Observer:
 
 
 def _forward_hook(
-    name: str, attached: nn.Module, session: CaptureSession, output_scale: Callable[[], float]
+    name: str,
+    attached: nn.Module,
+    session: CaptureSession,
+    output_scale: Callable[[], float],
+    gradients_stay: bool,
 ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Tensor], Tensor | None]:
     def hook(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
@@ -81,7 +92,7 @@ def _forward_hook(
                 source = _keep_or_reduce(name, session, module, x)
             replacement, target = _hookable(output)
             gradient_hook = _gradient_hook(
-                name, session, module, source, output_scale, output.shape
+                name, session, module, source, output_scale, output.shape, gradients_stay
             )
             target.register_hook(gradient_hook)  # type: ignore[no-untyped-call]
             return replacement
@@ -123,17 +134,27 @@ def _gradient_hook(
     source: Callable[[], InputSums],
     output_scale: Callable[[], float],
     shape: torch.Size,
+    gradients_stay: bool,
 ) -> Callable[[Tensor], None]:
     def hook(g: Tensor) -> None:
         if not session.active:
             return
         try:
+            weight = _weight(module)
+            is_lost = gradients_stay and weight is not None and weight.grad is None
+            session.enter_backward(name, _backward_pass(), is_lost=is_lost)
             with torch.no_grad():
                 session.add(name, module, source(), g.reshape(shape), scale=output_scale())
         except Exception as error:
             session.error = session.error or error
 
     return hook
+
+
+def _backward_pass() -> int | None:
+    """Number of the backward pass that is running; None where torch does not tell."""
+    task = getattr(torch._C, "_current_graph_task_id", None)
+    return None if task is None else int(task())
 
 
 def _has_gradient(name: str, module: nn.Module, output: Any) -> bool:

@@ -104,6 +104,7 @@ class CaptureSession:
         offset: First row used; rotates with the step so that no position is favoured.
         error: First exception raised inside a hook, carried to the next vote: raising in
             the backward of one rank would leave the others in a collective.
+        saw_half: Some layer has got an fp16 gradient since attach.
     """
 
     specs: dict[str, LayerSpec]
@@ -114,6 +115,8 @@ class CaptureSession:
     offset: int = 0
     pending: dict[str, Pending] = field(default_factory=dict)
     error: Exception | None = None
+    saw_half: bool = False
+    _passes: dict[str, int | None] = field(default_factory=dict)
 
     def begin(self, *, active: bool, fraction: float, step: int) -> None:
         """Start an optimizer step; what an earlier one left behind is dropped."""
@@ -125,6 +128,25 @@ class CaptureSession:
     def discard(self) -> None:
         """Forget everything captured in this step."""
         self.pending = {}
+
+    def enter_backward(self, name: str, number: int | None, *, is_lost: bool) -> None:
+        """Note that a layer's gradient is being computed.
+
+        Args:
+            name: Layer name.
+            number: Tells backward passes apart; None if that is not known.
+            is_lost: The layer has no gradient yet. If an earlier pass of this step gave it one,
+                that was thrown away (``model.zero_grad()`` after a bad batch), and its
+                statistics go the same way.
+        """
+        if is_lost and number is not None and self._passes.get(name, number) != number:
+            self.pending.pop(name, None)
+        self._passes[name] = number
+
+    def take_error(self) -> Exception | None:
+        """Hand over the first error of a hook and forget it."""
+        error, self.error = self.error, None
+        return error
 
     def drain(self) -> dict[str, Pending]:
         """Hand over the sums of the step; the session keeps nothing."""
@@ -163,6 +185,7 @@ class CaptureSession:
         """
         spec = self.specs[name]
         kind = KINDS[spec.kind]
+        self.saw_half = self.saw_half or g.dtype == torch.float16
         rows = kind.gradient_rows(module, g.detach(), self.weight_sharing)
         pending = self.pending.get(name)
         if pending is None:

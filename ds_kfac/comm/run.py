@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.comm.communicator import Communicator
+from ds_kfac.comm.guard import Guard
 from ds_kfac.plan.program import Exchange, ReduceItem, ReduceRound, Segment
 
 PackItem = Callable[[ReduceItem, Tensor], None]
@@ -23,6 +24,7 @@ class GradientExchange:
             in the compute dtype, so that a layer's result does not depend on who owned it.
         dtype: Compute dtype.
         device: Where gradients live.
+        guard: Keeps errors of this rank's reading and packing, whose part is then zero.
     """
 
     def __init__(
@@ -33,7 +35,9 @@ class GradientExchange:
         wire_dtype: torch.dtype,
         dtype: torch.dtype,
         device: torch.device,
+        guard: Guard,
     ) -> None:
+        self._guard = guard
         self._exchange = exchange
         self._comm = communicator
         self._wire_dtype = wire_dtype
@@ -67,8 +71,7 @@ class GradientExchange:
             for layer in self.owned
             if layer not in self._exchange.replicated
         }
-        for segment in self._local:
-            self._read(views, segment, _slice(flats, segment))
+        self._guard.run(lambda: self._read([(s, _slice(flats, s)) for s in self._local], views))
         if self._exchange.moves_shards:
             received = self._send_shards(views)
             for segment, part in _split(received, self._incoming):
@@ -114,8 +117,7 @@ class GradientExchange:
     def _send_shards(self, views: Mapping[str, Tensor]) -> Tensor:
         sizes, receive = _sizes(self._outgoing), _sizes(self._incoming)
         send = torch.zeros(sum(sizes), dtype=self._wire_dtype, device=self._device)
-        for segment, part in _split(send, self._outgoing):
-            self._read(views, segment, part)
+        self._guard.run(lambda: self._read(_split(send, self._outgoing), views))
         return self._comm.all_to_all(send, sizes, receive, "gradients")
 
     def _share_replicated(self, directions: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -137,11 +139,12 @@ class GradientExchange:
         pieces = torch.split(part[: sum(sizes)], sizes) if sizes else ()
         return list(zip(layers, pieces, strict=True))
 
-    def _read(self, views: Mapping[str, Tensor], segment: Segment, out: Tensor) -> None:
-        view = views.get(segment.param)
-        if view is not None:
-            # The holder's view starts at its slice, whole-parameter views at offset zero.
-            out.copy_(view[: segment.numel])
+    def _read(self, targets: Sequence[tuple[Segment, Tensor]], views: Mapping[str, Tensor]) -> None:
+        for segment, out in targets:
+            view = views.get(segment.param)
+            if view is not None:
+                # The holder's view starts at its slice, whole-parameter views at offset zero.
+                out.copy_(view[: segment.numel])
 
 
 def reduce_factors(

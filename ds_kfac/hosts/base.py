@@ -113,6 +113,14 @@ class Host(Protocol):
         """What the stored gradients are still multiplied by (the loss scale)."""
         ...
 
+    def scale_adapts(self) -> bool:
+        """Whether the loss scale is looked for by trial: overflows are then nothing special."""
+        ...
+
+    def gradients_stay_in_parameters(self) -> bool:
+        """Whether gradients wait in ``param.grad`` for the step: gone from there, they are lost."""
+        ...
+
     def clip_threshold(self) -> float:
         """Norm to which the raw gradient is clipped; 0 leaves it as it is."""
         ...

@@ -166,6 +166,14 @@ class DeepSpeedHost:
         """The loss scale."""
         return self._storage.stored_scale()
 
+    def scale_adapts(self) -> bool:
+        """With a dynamic loss scale."""
+        return self._storage.scale_adapts()
+
+    def gradients_stay_in_parameters(self) -> bool:
+        """Without ZeRO."""
+        return self._storage.in_parameters
+
     def clip_threshold(self) -> float:
         """The JSON's ``gradient_clipping``."""
         return float(self._engine.gradient_clipping() or 0.0)
@@ -327,7 +335,7 @@ def _bring_fused_adam(arguments: dict[str, Any], config: dict[str, Any]) -> None
 
 
 def _group_index(engine: Any) -> dict[str, int]:
-    """Index of the base optimizer's parameter group of every trainable parameter, by name."""
+    """Index of the base optimizer's parameter group of every parameter it has, by name."""
     optimizer = engine.optimizer
     for attribute in ("bit16_groups", "bf16_groups", "fp16_groups"):
         groups = getattr(optimizer, attribute, None)
@@ -341,5 +349,5 @@ def _group_index(engine: Any) -> dict[str, int]:
     return {
         name: index[id(param)]
         for name, param in engine.module.named_parameters()
-        if param.requires_grad and id(param) in index
+        if id(param) in index
     }

@@ -28,11 +28,11 @@ from ds_kfac.plan.topology import Layout
 class ReplicatedGradients(Storage):
     """Stage 0 with a bare torch optimizer: every rank holds every gradient in ``param.grad``."""
 
+    in_parameters = True
+
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
-        self._parameters = {
-            name: param for name, param in engine.module.named_parameters() if param.requires_grad
-        }
+        self._parameters = dict(engine.module.named_parameters())  # some may be frozen for now
 
     def layouts(self, names: Sequence[str]) -> dict[str, Layout]:
         """Replicated."""
@@ -48,6 +48,10 @@ class ReplicatedGradients(Storage):
         if self._scale is None:
             self._scale = 1.0 if scaler is None else float(scaler.get_scale())
         return self._scale
+
+    def scale_adapts(self) -> bool:
+        """With a gradient scaler."""
+        return getattr(self._engine, "torch_autocast_z0_gradscaler", None) is not None
 
     def consumed_scale(self) -> float:
         """The scaler divides before it updates itself."""
@@ -80,6 +84,10 @@ class HalfPrecisionGradients(ReplicatedGradients):
     def stored_scale(self) -> float:
         """The wrapper's loss scale if the loss was multiplied by it, which is measured."""
         return float(self._config.cur_scale) if self._loss_is_scaled else 1.0
+
+    def scale_adapts(self) -> bool:
+        """As configured."""
+        return bool(self._config.dynamic_loss_scale)
 
     def after_write(self) -> None:
         """Keep directions inside the dtype: infinity would look like an overflow."""

@@ -23,6 +23,8 @@ class Storage:
 
     #: Slices of different ranks add up to the model.
     partial = False
+    #: Gradients wait in ``param.grad`` for the step.
+    in_parameters = False
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -66,6 +68,12 @@ class Storage:
             # A gradient scaler's value is on the device: ask once per step.
             self._scale = loss_scale(self._optimizer)
         return self._scale
+
+    def scale_adapts(self) -> bool:
+        """Whether the loss scale is dynamic."""
+        if getattr(self._optimizer, "torch_autocast_gradscaler", None) is not None:
+            return True
+        return bool(getattr(getattr(self._optimizer, "loss_scaler", None), "dynamic", False))
 
     def consumed_scale(self) -> float:
         """What the optimizer will divide by: not always the scale of the backward passes.

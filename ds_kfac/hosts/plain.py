@@ -40,6 +40,7 @@ class PlainHost:
         optimizer: The base optimizer.
         groups: Process groups; gradients are averaged over ``groups.data``.
         grad_scaler: The ``torch.amp.GradScaler`` in use, if any.
+        wrapper: The model's ``DistributedDataParallel``, if it has one.
     """
 
     def __init__(
@@ -48,7 +49,10 @@ class PlainHost:
         optimizer: torch.optim.Optimizer,
         groups: Groups,
         grad_scaler: torch.amp.GradScaler | None,
+        wrapper: DistributedDataParallel | None = None,
     ) -> None:
+        self._wrapper = wrapper
+        self._warned = False
         self.model = model
         self.groups = groups
         self._optimizer = optimizer
@@ -56,7 +60,7 @@ class PlainHost:
         self._loss_scale: float | None = None
         self._stored_scale = 1.0
         self._ranks = 1 if groups.data is None else dist.get_world_size(groups.data)
-        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._parameters = dict(model.named_parameters())  # frozen ones may be trained later
 
     def layouts(self, names: Sequence[str]) -> dict[str, Layout]:
         """Every rank holds whole gradients."""
@@ -94,12 +98,40 @@ class PlainHost:
         """1, unless the optimizer undoes the gradient scaler inside its step."""
         return self._stored_scale
 
-    def enter_step(self) -> None:
+    def scale_adapts(self) -> bool:
+        """With a gradient scaler."""
+        return self._scaler is not None
+
+    def gradients_stay_in_parameters(self) -> bool:
+        """They do."""
+        return True
+
+    def enter_step(self, *, half_gradients: bool) -> None:
         """Find out whether gradients are still scaled: fused optimizers unscale them themselves.
+
+        Args:
+            half_gradients: Layers have got fp16 gradients, which hardly work without a scaler.
 
         Raises:
             ConfigError: They are, by a gradient scaler that :func:`attach` was not told about.
+            UnsupportedError: Ranks may run out of inputs one by one (E154).
         """
+        # Private to torch; without it nothing is refused, and join() stays unsupported.
+        join = getattr(self._wrapper, "_join_config", None)
+        if getattr(join, "enable", False):
+            raise UnsupportedError(
+                "E154",
+                "DistributedDataParallel.join() is not supported: a rank that has run out of "
+                "inputs takes no part in K-FAC's collectives. Give all ranks the same number of "
+                "batches (DistributedSampler with drop_last)",
+            )
+        if half_gradients and self._scaler is None and not self._warned:
+            self._warned = True
+            logger.warning(
+                "KFAC-W114 layers have fp16 gradients, but no gradient scaler was passed to "
+                "ds_kfac.attach. If you use one, pass it (grad_scaler=scaler): statistics are "
+                "taken from scaled gradients"
+            )
         # What torch.amp.GradScaler hands to such optimizers; None or absent: unscaled already.
         scale = getattr(self._optimizer, "grad_scale", None)
         if scale is not None and self._scaler is None:
@@ -163,7 +195,8 @@ def attach(
         raise ConfigError("E212", "this optimizer has K-FAC already; call its detach() first")
     bare, groups = _unwrap(model, groups)
     check_base_optimizer(optimizer, config)
-    host = PlainHost(bare, optimizer, groups, grad_scaler)
+    wrapper = model if isinstance(model, DistributedDataParallel) else None
+    host = PlainHost(bare, optimizer, groups, grad_scaler, wrapper)
     kfac = KFAC(host, config, own_optimizer=is_own_optimizer(optimizer))
     _install(kfac, optimizer, host)
     if grad_scaler is not None:
@@ -203,18 +236,20 @@ class _StepHooks:
 
     def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Precondition; on a bad step hide the gradients, which optimizers then skip."""
-        if any(callable(value) for value in (*args, *kwargs.values())):
-            raise UnsupportedError(
-                "E152", "optimizer.step(closure) is not supported: call backward before step()"
-            )
-        self._host.enter_step()
-        self._healthy = self._kfac.before_step()
+        self._healthy = self._kfac.before_step(lambda: self._prepare((*args, *kwargs.values())))
         if self._healthy:
             return
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._hidden = [(param, param.grad) for param in params if param.grad is not None]
         for param, _ in self._hidden:
             param.grad = None
+
+    def _prepare(self, arguments: tuple[Any, ...]) -> None:
+        if any(callable(value) for value in arguments):
+            raise UnsupportedError(
+                "E152", "optimizer.step(closure) is not supported: call backward before step()"
+            )
+        self._host.enter_step(half_gradients=self._kfac.half_gradients)
 
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Close the step and give hidden gradients back: the user may want to see them."""

@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ds_kfac.config import OUTPUT_HEADS, KFACConfig
 from ds_kfac.errors import CoverageError, nearest
 from ds_kfac.layers.blocks import cut
 from ds_kfac.layers.kinds import LayerKind, kind_of
-from ds_kfac.layers.spec import LayerSpec, LayerTable, LeftOut, ParamSlot
+from ds_kfac.layers.spec import FROZEN, LayerSpec, LayerTable, LeftOut, ParamSlot
 
 
 def discover(
@@ -38,7 +39,8 @@ def discover(
 
     Raises:
         CoverageError: The whole model has nothing to precondition (E132) or no module for a
-            skip pattern (E134), or ``strict_layers`` finds unsupported modules (E131).
+            skip pattern (E134), ``strict_layers`` finds unsupported modules (E131), or a lazy
+            module has not seen an input yet (E136).
     """
     uses = Counter(
         id(param) for module in model.modules() for param in module.parameters(recurse=False)
@@ -52,6 +54,7 @@ def discover(
         own = [param for param in module.parameters(recurse=False) if param.requires_grad]
         if not list(module.parameters(recurse=False)):
             continue
+        _require_shapes(name, module)
         kind = kind_of(module)
         reason = _kept_out(name, excluded or {}) or _reason_left_out(
             name, module, kind, config, uses, inside_attention
@@ -131,7 +134,7 @@ def _reason_left_out(
     if weight is None:
         return "has no parameter named weight (parametrized or replaced)"
     if not weight.requires_grad:
-        return "requires_grad=False"
+        return FROZEN
     if weight.is_complex() or _numel(weight) == 0:
         return f"weight is complex or empty ({weight.dtype}, shape {list(_shape(weight))})"
     bias = module._parameters.get("bias")
@@ -220,6 +223,15 @@ def _require_matches(tables: Sequence[LayerTable]) -> None:
             f"skip_layers pattern {pattern!r} matches no module of the model;"
             f"{hint or next(filter(None, hints), '')} "
             "Patterns are names, globs, path components or class names",
+        )
+
+
+def _require_shapes(name: str, module: nn.Module) -> None:
+    if any(is_lazy(param) for param in module.parameters(recurse=False)):
+        raise CoverageError(
+            "E136",
+            f"layer {name} ({type(module).__name__}) has no shape yet: run one forward pass before "
+            "the optimizer and K-FAC are set up",
         )
 
 

@@ -81,6 +81,9 @@ class LayerSpec:
         return tuple(block.size for block in (*self.a_blocks, *self.g_blocks))
 
 
+FROZEN = "requires_grad=False"
+
+
 @dataclass(frozen=True)
 class LeftOut:
     """A module with parameters that the base optimizer keeps, and why."""
@@ -104,6 +107,11 @@ class LayerTable:
     layers: tuple[LayerSpec, ...]
     left_out: tuple[LeftOut, ...]
     unmatched: tuple[tuple[str, str], ...] = ()
+
+    def frozen_weights(self) -> dict[str, str]:
+        """Layers left out because they were frozen: name of the weight to name of the layer."""
+        frozen = (item.name for item in self.left_out if item.reason == FROZEN)
+        return {f"{name}.weight" if name else "weight": name for name in frozen}
 
     def fingerprint(self) -> str:
         """Hash that ranks compare at attach: equal tables give equal programs."""

@@ -138,7 +138,9 @@ def _make_record(op: str, arguments: dict[str, Any], frame: Any) -> CollectiveRe
     group = arguments.get("group")
     if op == "batch_isend_irecv":
         group = arguments["p2p_op_list"][0].group if arguments["p2p_op_list"] else None
-    ranks = tuple(dist.get_process_group_ranks(group)) if _is_member(group) else ()
+    # torch before 2.5 does not take None for the default group here.
+    whole = dist.group.WORLD if group is None else group
+    ranks = tuple(dist.get_process_group_ranks(whole)) if _is_member(group) else ()
     if not ranks:
         return None
     holder, _, detail_name = _OPS[op]

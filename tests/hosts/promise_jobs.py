@@ -165,13 +165,31 @@ def error_of(rank: int, size: int, cell: Cell, bad_step: int) -> None:
     bad_batches(rank, size, cell, [bad_step], float("nan"))
 
 
-def hook_error(rank: int, size: int, cell: Cell) -> None:
-    """A hook that fails on one rank only."""
-    net, kfac, backward, optimizer_step = _ddp_loop(cell, size)
-    if rank == 0:
-        kfac._session.input_sums = _fail
-    for step in range(3):
+LOCAL_WORK = (
+    "host.gradients",
+    "host.stored_scale",
+    "host.clip_threshold",
+    "host.learning_rates",
+    "host.writable",
+    "host.after_write",
+    "session.input_sums",
+    "session.drain",
+    "exchange._read",
+    "owner.fold",
+    "owner.refresh",
+    "owner.directions",
+)
+
+
+def local_error(rank: int, size: int, cell: Cell, point: str) -> None:
+    """A piece of this rank's own work fails on one rank only, from the third step on."""
+    loop = _ddp_loop if cell.host == "ddp" else _engine_loop
+    _, kfac, backward, optimizer_step = loop(cell, size)
+    part, method = point.split(".")
+    for step in range(5):
         ((x, y, factor),) = jobs.micro_batches(rank, size, cell, step)
+        if rank == 1 and step == 2:
+            setattr(getattr(kfac, f"_{part}"), method, _fail)
         backward(x, y, factor)
         optimizer_step()
 
@@ -183,7 +201,7 @@ def packing_error(rank: int, size: int, cell: Cell) -> None:
     original = session.pack_upper
     _, _, backward, optimizer_step = _ddp_loop(cell, size)
     try:
-        if rank == 0:
+        if rank == 1:
             session.pack_upper = _fail
         for step in range(3):
             ((x, y, factor),) = jobs.micro_batches(rank, size, cell, step)

@@ -335,3 +335,21 @@ def test_autocast_recovers_from_an_overflow() -> None:
             assert result["counters"]["skipped"] == 1, item.host
             assert result["counters"]["steps"] == 3, item.host
             assert result["finite"], item.host
+
+
+def overflow_at_a_fixed_scale(rank: int, size: int, item: Cell) -> None:
+    """A NaN under a static loss scale."""
+    engine = jobs.make_engine(item, size)
+    for x, y, factor in jobs.micro_batches(rank, size, item, 0):
+        loss = jobs.loss_sum(engine(x.half()).float(), y, integers=False) * factor
+        engine.backward(loss * float("nan"))
+        engine.step()
+
+
+def test_raise_on_nonfinite_counts_under_a_static_scale() -> None:
+    """A fixed scale finds nothing by overflowing: ``on_nonfinite: raise`` was ignored there."""
+    for host in "02":
+        item = cell("natural", host, dtype="fp16", extra=static(64.0))
+        item.kfac["on_nonfinite"] = "raise"
+        errors = world(2).run_expecting_errors(overflow_at_a_fixed_scale, item)
+        assert all(error is not None and "KFAC-E102" in error.text for error in errors), host

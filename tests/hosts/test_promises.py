@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -116,14 +115,24 @@ def test_raise_on_nonfinite_is_the_same_on_all_ranks(host: str) -> None:
     assert errors[0].same_error == errors[1].same_error
 
 
-@pytest.mark.parametrize("job", [promises.hook_error, promises.packing_error])
-def test_error_between_collectives_reaches_all_ranks(job: Any) -> None:
-    """A rank that raised inside backward, or while packing, would leave its peers waiting."""
-    cell = Cell("ddp", {"direction": "natural", **INTERVALS})
-    errors = world(3).run_expecting_errors(job, cell)
+@pytest.mark.parametrize("host", ["ddp", *STAGES, "3"])
+@pytest.mark.parametrize("point", promises.LOCAL_WORK)
+def test_local_error_reaches_all_ranks(point: str, host: str) -> None:
+    """P6. A gradient buffer that could not be read on one rank left the others waiting for ever."""
+    cell = Cell(host, {"direction": "natural", **INTERVALS}, clipping=0.5)
+    errors = world(2).run_expecting_errors(promises.local_error, cell, point)
     for error in errors:
         assert error is not None
-        assert "rank 0 failed: MemoryError: no memory for statistics" in error.text
+        assert "rank 1 failed: MemoryError: no memory for statistics" in error.text
+    assert errors[0].same_error == errors[1].same_error
+
+
+def test_packing_error_reaches_all_ranks() -> None:
+    """P6, inside the reduction of statistics: the other ranks wait in a reduce-scatter."""
+    cell = Cell("ddp", {"direction": "natural", **INTERVALS})
+    for error in world(3).run_expecting_errors(promises.packing_error, cell):
+        assert error is not None
+        assert "rank 1 failed: MemoryError: no memory for statistics" in error.text
 
 
 @pytest.mark.parametrize("stage", STAGES)

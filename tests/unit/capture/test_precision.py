@@ -81,6 +81,10 @@ def test_inputs_may_be_overwritten_behind_a_padding_mode(mode: str) -> None:
     assert found[0].a[0].abs().sum() > 0
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
+    reason="torch before 2.5: inputs are reduced at once, so that overwriting them is harmless",
+)
 def test_an_overwritten_kept_input_is_an_error_not_a_wrong_factor() -> None:
     """Where autograd would not notice (here its saved copy is swapped), ds_kfac does."""
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_kfac.comm.communicator import Communicator
+from ds_kfac.comm.guard import Guard
 from ds_kfac.comm.ledger import Ledger
 from ds_kfac.comm.run import GradientExchange, reduce_factors
 from ds_kfac.comm.vote import Verdict, agree, health, raise_everywhere
@@ -61,7 +62,7 @@ def _round_trip(rank: int, size: int, seeds: list[int], missing: bool) -> int:
         exchange = build(case.specs, case.layouts, case.owners, size=size).exchange
         comm = communicator()
         mover = GradientExchange(
-            exchange, comm, wire_dtype=torch.float32, dtype=torch.float64, device=CPU
+            exchange, comm, wire_dtype=torch.float32, dtype=torch.float64, device=CPU, guard=Guard()
         )
         whole = whole_gradients(case)
         if missing:  # the first parameter got no gradient on any rank
@@ -127,7 +128,7 @@ def test_round_trip_alone() -> None:
     exchange = build(case.specs, case.layouts, case.owners, size=1).exchange
     comm = Communicator(None, Ledger())
     mover = GradientExchange(
-        exchange, comm, wire_dtype=torch.float32, dtype=torch.float32, device=CPU
+        exchange, comm, wire_dtype=torch.float32, dtype=torch.float32, device=CPU, guard=Guard()
     )
     whole = whole_gradients(case)
     flats = mover.to_owners(local_views(case, 0, whole))

@@ -107,3 +107,14 @@ def test_a_wrong_value_is_not_blamed_for_a_contradiction() -> None:
     text = complaint({"direction": "orthogonl", "grafting": "rms", "kl_clip": 0.5})
     assert text is not None
     assert "contradicts" not in text and "no effect" not in text
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("grafting", ["none", "rms", "adam"])
+def test_what_is_dumped_can_be_parsed(direction: str, grafting: str) -> None:
+    """A KL clip that nobody asked for was refused when a dumped configuration was read again."""
+    if direction == "orthogonal" and grafting != "none":
+        return
+    config = KFACConfig.parse({"direction": direction, "grafting": grafting})
+    assert KFACConfig.parse(config.model_dump()) == config
+    assert (config.kl_clip is not None) == config.uses_kl_clip

@@ -286,6 +286,14 @@ def test_rows_that_do_not_split() -> None:
     assert only(model).parts == 1
 
 
+def test_lazy_layers_have_to_see_an_input_first() -> None:
+    """They gave a bare torch error about uninitialised parameters, without a name."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.LazyLinear(4))
+    assert "layer 1 (LazyLinear) has no shape yet" in refusal("E136", model)
+    model(torch.ones(1, 3))
+    assert len(discover(model, KFACConfig()).layers) == 2
+
+
 # ---------------------------------------------------------------- nothing, and strict
 
 

@@ -1,0 +1,124 @@
+"""What a step begins with: all that host and hooks have to say, and reasons not to go on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ds_kfac.capture.session import CaptureSession, Pending
+from ds_kfac.errors import CoverageError, NumericalError
+from ds_kfac.soundness import gradient_norm, is_finite
+
+if TYPE_CHECKING:
+    from ds_kfac.hosts.base import Gradients, Host
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """Read before the vote, so that a host that fails on one rank can still be voted on.
+
+    Attributes:
+        gradients: The host's reduced gradients.
+        pending: Statistics of the step, by layer name.
+        norm: 0-d fp64, norm of this rank's gradients, as stored.
+        finite: 0-d bool, whether all numbers of this rank are finite.
+        stored_scale: What the stored gradients are still multiplied by.
+        scale_adapts: Whether that scale is looked for by trial.
+        clip_threshold: Norm to which the raw gradient is clipped; 0 leaves it as it is.
+        learning_rates: By parameter name.
+    """
+
+    gradients: Gradients
+    pending: dict[str, Pending]
+    norm: Tensor
+    finite: Tensor
+    stored_scale: float
+    scale_adapts: bool
+    clip_threshold: float
+    learning_rates: Mapping[str, float]
+
+
+def read(host: Host, session: CaptureSession, device: torch.device) -> StepInput:
+    """Ask host and session; local to this rank.
+
+    Args:
+        host: The framework's adapter.
+        session: Holds the statistics, which it hands over.
+        device: Compute device.
+    """
+    pending = session.drain()
+    gradients = host.gradients()
+    if host.gradients_stay_in_parameters():
+        # Statistics of a gradient that was thrown away (model.zero_grad() after a bad batch).
+        lost = [n for n in pending if session.specs[n].weight.name not in gradients.views]
+        for name in lost:
+            del pending[name]
+    counted = [v for name, v in gradients.views.items() if name not in gradients.duplicates]
+    norm = gradient_norm(counted, device)
+    return StepInput(
+        gradients=gradients,
+        pending=pending,
+        norm=norm,
+        finite=is_finite(norm, pending.values()),
+        stored_scale=host.stored_scale(),
+        scale_adapts=host.scale_adapts(),
+        clip_threshold=host.clip_threshold(),
+        learning_rates=host.learning_rates(),
+    )
+
+
+def refuse_unfrozen(begun: StepInput, frozen: Mapping[str, str]) -> None:
+    """Check that no layer has been unfrozen since attach.
+
+    Args:
+        begun: The step.
+        frozen: Weights that were frozen at attach, and their layers, by name.
+
+    Raises:
+        CoverageError: One has, and the optimizer trains it (E130).
+    """
+    for weight, layer in frozen.items():
+        if weight in begun.gradients.views and weight in begun.learning_rates:
+            raise CoverageError(
+                "E130",
+                f"layer {layer} was frozen when K-FAC was attached and is trained now: call "
+                "detach() and attach again after unfreezing, or list it in kfac.skip_layers to "
+                "leave it to the base optimizer",
+            )
+
+
+def refuse_nonfinite(begun: StepInput, number: int, *, raises: bool, speaks: bool) -> None:
+    """Say that a step is dropped because of non-finite numbers.
+
+    Args:
+        begun: The step.
+        number: Applied steps so far.
+        raises: Raise instead, unless a loss scale is looked for.
+        speaks: This rank warns for all of them.
+
+    Raises:
+        NumericalError: Asked for (E102); all ranks get here together.
+    """
+    if begun.scale_adapts:  # overflows are how it finds its value
+        scale = begun.stored_scale
+        logger.info("step %d: overflow at loss scale %g, dropped on all ranks", number, scale)
+    elif raises:
+        raise NumericalError(
+            "E102",
+            f"step {number}: non-finite gradients or statistics on some rank. Set "
+            "kfac.on_nonfinite to 'skip' to drop such steps",
+        )
+    elif speaks:
+        logger.warning(
+            "KFAC-W101 step %d: non-finite gradients or statistics on some rank; the step is "
+            "dropped on all ranks",
+            number,
+        )
