@@ -15,6 +15,8 @@ from tests._harness import deepspeed_cpu
 FEATURES, WIDTH, CLASSES = 6, 8, 3
 ROWS, MICRO_BATCHES, STEPS = 24, 3, 4
 LR, DECAY, AUX_LR = 0.05, 0.01, 0.02
+MAX_ATTEMPTS = 60
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Block(nn.Module):
@@ -72,7 +74,8 @@ class Cell:
         kfac: Settings of the preconditioner; None trains without.
         own: Optimizer type KFAC; otherwise SGD with momentum beside a kfac section.
         clipping: The engine's gradient clipping.
-        bf16: Train in bf16.
+        dtype: ``fp32``, ``bf16`` or ``fp16``.
+        extra: More DeepSpeed JSON.
         checkpointing: ``activation_checkpoint_interval``; 0 is off.
         reentrant: Which kind of checkpointing.
         poison: Step in which one stage's gradients become NaN.
@@ -84,7 +87,8 @@ class Cell:
     kfac: dict[str, Any] | None = field(hash=False)
     own: bool = False
     clipping: float = 0.0
-    bf16: bool = False
+    dtype: str = "fp32"
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
     checkpointing: int = 0
     reentrant: bool = True
     poison: int | None = None
@@ -165,8 +169,10 @@ def make_config(cell: Cell, ranks: int) -> dict[str, Any]:
         "pipeline": {"use_reentrant": cell.reentrant},
         "steps_per_print": 10**9,
     }
-    if cell.bf16:
-        config["bf16"] = {"enabled": True}
+    if cell.dtype != "fp32":
+        config[cell.dtype] = {"enabled": True}
+    for key, value in cell.extra.items():
+        config[key] = {**config.get(key, {}), **value}
     if cell.own:
         params = {"lr": LR, "weight_decay": DECAY, "aux": {"lr": AUX_LR}, **(cell.kfac or {})}
         config["optimizer"] = {"type": "KFAC", "params": params}
@@ -180,7 +186,7 @@ def make_config(cell: Cell, ranks: int) -> dict[str, Any]:
 
 def make_engine(cell: Cell, ranks: int) -> Any:
     """A real pipeline engine with K-FAC attached."""
-    deepspeed_cpu.prepare()
+    deepspeed_cpu.prepare(fake_fp16=cell.dtype == "fp16")
     pipeline = make_pipeline(cell)
     engine, *_ = ds_kfac.initialize(
         model=pipeline,
@@ -192,7 +198,7 @@ def make_engine(cell: Cell, ranks: int) -> Any:
 
 def micro_batches(cell: Cell, step: int, copy: int, copies: int) -> list[tuple[Tensor, Tensor]]:
     """This pipeline's micro-batches of a step."""
-    x, y = batch(cell.model, step, torch.bfloat16 if cell.bf16 else torch.float32)
+    x, y = batch(cell.model, step, DTYPES[cell.dtype])
     parts = torch.arange(ROWS).chunk(copies * MICRO_BATCHES)
     return [(x[rows], y[rows]) for rows in parts[copy * MICRO_BATCHES :][:MICRO_BATCHES]]
 
@@ -207,7 +213,11 @@ def train_cell(rank: int, ranks: int, cell: Cell) -> dict[str, Any]:
     engine = make_engine(cell, ranks)
     grid, kfac = engine.grid, engine.kfac
     norms, scales = [], []
-    for step in range(STEPS):
+    for attempt in range(MAX_ATTEMPTS):
+        # Batches follow applied steps where a loss scale is being looked for.
+        step = attempt if cell.dtype != "fp16" else kfac.counters.steps
+        if step == STEPS:
+            break
         data = micro_batches(
             cell, step, grid.get_data_parallel_rank(), grid.get_data_parallel_world_size()
         )
