@@ -8,8 +8,8 @@ Facts about DeepSpeed 0.19 that ds_kfac relies on, each covered by a test:
 * output gradients are those of ``loss / micro-batches`` on every stage;
 * parameters tied between stages hold the same gradient on each of them, and all copies but the
   first are marked ``ds_pipe_replicated``;
-* ZeRO's own norm is reduced over the stages once per parameter group, so that stages with
-  different numbers of groups wait for each other for ever;
+* the norms of ZeRO and of the stage 0 wrappers are reduced over the stages once per parameter
+  group, so that stages with different numbers of groups wait for each other for ever;
 * module names carry the index of the layer in the whole model (``"5.linear"``).
 """
 
@@ -75,18 +75,24 @@ def stage_gradients(gradients: Gradients, *, model: nn.Module, ranks: int) -> Gr
 
 @contextmanager
 def unmeasured(optimizer: Any) -> Iterator[None]:
-    """Keep a ZeRO optimizer from measuring what it will not clip.
+    """Keep an optimizer wrapper from measuring over all stages what it will not clip.
 
     Optimizer type KFAC has one parameter group on a stage without layers, two elsewhere.
     """
     measures = hasattr(optimizer, "scaled_global_norm")
     if measures:
         optimizer.scaled_global_norm = _no_norm
+    # FP16_Optimizer and FP16_UnfusedOptimizer look at their own stage alone, without an mpu.
+    mpu = getattr(optimizer, "mpu", None) if hasattr(optimizer, "loss_scale_config") else None
+    if mpu is not None:
+        optimizer.mpu = None
     try:
         yield
     finally:
         if measures:
             del optimizer.scaled_global_norm
+        if mpu is not None:
+            optimizer.mpu = mpu
 
 
 def _no_norm(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -62,6 +62,8 @@ EXTRAS = {
     ),
     "fp16 zero 1": Cell("tied", 2, 1, NATURAL, clipping=0.2, dtype="fp16", extra=FIXED_SCALE),
     "fp16 overflows": Cell("tied", 2, 1, NATURAL, clipping=0.2, dtype="fp16", extra=LARGE_SCALE),
+    "bf16 holes": Cell("holes", 2, 0, NATURAL, own=True, dtype="bf16"),
+    "fp16 holes": Cell("holes", 2, 0, NATURAL, own=True, dtype="fp16", extra=FIXED_SCALE),
     "poisoned": Cell("holes", 2, 0, NATURAL, poison=1),
     "poisoned zero 1": Cell("holes", 2, 1, NATURAL, poison=1),
     "without kfac": Cell("tied", 2, 1, None, clipping=0.2),  # stage 0 reports no norm
@@ -233,20 +235,21 @@ def test_activation_checkpointing_counts_once(runs: Any, oracles: Any, mode: str
 
 
 @pytest.mark.parametrize("key", [key for key in EXTRAS if key[:4] in ("bf16", "fp16")])
-def test_half_precision_follows_the_oracle(runs: Any, oracles: Any, key: str) -> None:
+def test_half_precision_follows_the_oracle(runs: Any, key: str) -> None:
     """Weights of 8 or 11 bits: what training changed is right to a few per cent of it.
 
-    fp16: every stage holds gradients of the scaled loss, and drops the same steps.
+    fp16: every stage holds gradients of the scaled loss, and drops the same steps. Holes: a stage
+    without layers has fewer parameter groups, and the wrapper's norm waited for the missing one.
     """
     cell = EXTRAS[key]
     bits = 8 if cell.dtype == "bf16" else 11
     # Without ZeRO the wrapper decays weights once while it is built, undone for type KFAC alone.
-    reference, norms, _ = oracles("tied own" if cell.own else "tied")
-    start = dict(jobs.Whole("tied").named_parameters())
+    reference, norms, _ = run_oracle(cell)
+    start = dict(jobs.Whole(cell.model).named_parameters())
     expected = dict(reference.model.named_parameters())
     for report in runs[2][key]:
         applied = [norm for norm in report["norms"] if norm < float("inf")]
-        assert applied == pytest.approx(norms, rel=0.02)
+        assert applied == pytest.approx(norms, rel=0.03)
         skipped = len(report["norms"]) - len(applied)
         assert report["counters"]["skipped"] == skipped
         assert (skipped > 5) == (key == "fp16 overflows")

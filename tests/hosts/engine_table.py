@@ -1,0 +1,226 @@
+"""P1 over DeepSpeed's engines: engine x precision x accumulation x offload x ranks.
+
+Run ``python -m tests.hosts.engine_table`` to print it. Cells are the largest relative difference
+of a weight to the float64 oracle (fp32), or the error of the weights' movement relative to its
+size (half precision; docs/adr/0006), or why the combination is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_kfac.errors import KFACError
+from tests._harness import close_all, world
+from tests.hosts import deepspeed_cells, pipeline_jobs, topology_jobs
+from tests.hosts import topology_table as table
+from tests.hosts.deepspeed_cells import cell
+from tests.hosts.topology_jobs import Cell
+from tests.reference import DenseKFAC
+
+SIZES = (1, 2, 4)
+ACCUMULATIONS = (1, 4)
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+PARAMETERS = {**OFFLOAD, "offload_param": {"device": "cpu", "pin_memory": False}}
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ZeRO 0": ("0", {}),
+    "ZeRO 1": ("1", {}),
+    "ZeRO 1, offload": ("1", OFFLOAD),
+    "ZeRO 2": ("2", {}),
+    "ZeRO 2, offload": ("2", OFFLOAD),
+    "ZeRO 3": ("3", {}),
+    "ZeRO 3, offload": ("3", OFFLOAD),
+    "ZeRO 3, all offload": ("3", PARAMETERS),
+}
+
+# name: (dtype of the model, more JSON, largest error allowed)
+PRECISIONS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "fp32": ("fp32", {}, 1e-5),
+    "bf16": ("bf16", {}, 6e-2),
+    "bf16, fp32 sums": ("bf16", FP32_SUMS, 6e-2),
+    "fp16": ("fp16", {"fp16": {"loss_scale": 64.0}}, 2e-2),
+    "fp16, dynamic": ("fp16", {"fp16": {"initial_scale_power": 32, "hysteresis": 1}}, 2e-2),
+    "autocast bf16": ("fp32", {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, 6e-2),
+    "autocast fp16": ("fp32", {"torch_autocast": {"enabled": True, "dtype": "float16"}}, 2e-2),
+}
+PIPELINES = {f"pipeline of 2, ZeRO {zero}": zero for zero in (0, 1)}
+PIPELINE_PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One engine on a number of ranks with one accumulation."""
+
+    engine: str
+    size: int
+    accumulation: int
+    cells: dict[str, float | str]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every cell that is not refused is within its tolerance."""
+        return all(
+            isinstance(value, str) or value <= PRECISIONS[name][2]
+            for name, value in self.cells.items()
+        )
+
+
+def outcomes(rank: int, size: int, items: list[Cell]) -> list[dict[str, Tensor] | str]:
+    """Weights of each cell, or why its engine does not start."""
+    found: list[dict[str, Tensor] | str] = []
+    for item in items:
+        try:
+            (report,) = deepspeed_cells.reports(rank, size, [item])
+        except KFACError as error:
+            found.append(f"refused: {error}")
+        except (ValueError, AssertionError, NotImplementedError) as error:
+            found.append(f"refused by DeepSpeed: {error}")
+        else:
+            found.append(report.weights)
+    return found
+
+
+def measure(size: int, engines: list[str]) -> list[Row]:
+    """All precisions and accumulations of some engines.
+
+    Autocast and fp16 change the process they run in: one isolated job per precision.
+    """
+    keys = [(engine, acc) for engine in engines for acc in ACCUMULATIONS]
+    columns: dict[str, list[float | str]] = {}
+    for name, (dtype, extra, _) in PRECISIONS.items():
+        items = [
+            cell(
+                "natural",
+                ENGINES[engine][0],
+                accumulation=acc,
+                zero=ENGINES[engine][1],
+                dtype=dtype,
+                extra=extra,
+            )
+            for engine, acc in keys
+        ]
+        found = world(size).run(outcomes, items, isolated=True, timeout=300)[0]
+        columns[name] = [_value(outcome, dtype, extra) for outcome in found]
+    return [
+        Row(engine, size, acc, {name: columns[name][index] for name in PRECISIONS})
+        for index, (engine, acc) in enumerate(keys)
+    ]
+
+
+def _value(outcome: dict[str, Tensor] | str, dtype: str, extra: dict[str, Any]) -> float | str:
+    if isinstance(outcome, str):
+        return outcome
+    exact = table.oracle("natural")
+    if dtype == "fp32" and not extra:
+        return deepspeed_cells.difference(outcome, exact)
+    torch.manual_seed(7)
+    start = dict(topology_jobs.Net().named_parameters())
+    return _movement_error(outcome, exact, {n: p.detach() for n, p in start.items()})
+
+
+def _movement_error(
+    found: dict[str, Tensor], exact: dict[str, Tensor], start: dict[str, Tensor]
+) -> float:
+    error = sum(float((found[n].double() - exact[n]).square().sum()) for n in found)
+    moved = sum(float((exact[n] - start[n].double()).square().sum()) for n in found)
+    return float((error / moved) ** 0.5)
+
+
+def measure_pipelines(size: int) -> list[Row]:
+    """Pipelines of two stages: three micro-batches per step."""
+    settings = {"direction": "natural", "damping": 0.3, "kl_clip": 0.001}
+    every = {"factor_update_steps": 1, "inv_update_steps": 1}
+    base = pipeline_jobs.Cell("holes", 2, 0, {**settings, **every}, own=True)
+    exact = _pipeline_oracle(settings)
+    start = dict(pipeline_jobs.Whole("holes").named_parameters())
+    rows = []
+    for engine, zero in PIPELINES.items():
+        cells: dict[str, float | str] = {}
+        for name in PIPELINE_PRECISIONS:
+            dtype, extra, _ = PRECISIONS[name]
+            item = replace(base, zero=zero, dtype=dtype, extra=extra)
+            # Stages send to their neighbours, so that ranks differ in what they call.
+            reports = world(size).run(
+                pipeline_jobs.train, [item], timeout=120, compare_collectives=False, isolated=True
+            )
+            weights = {n: w for report in reports for n, w in report[0]["weights"].items()}
+            if name == "fp32":
+                cells[name] = deepspeed_cells.difference(weights, exact)
+            else:
+                begun = {n: p.detach() for n, p in start.items()}
+                cells[name] = _movement_error(weights, exact, begun)
+        rows.append(Row(engine, size, pipeline_jobs.MICRO_BATCHES, cells))
+    return rows
+
+
+def _pipeline_oracle(settings: dict[str, Any]) -> dict[str, Tensor]:
+    from tests.reference.state import AuxOptions
+
+    model = pipeline_jobs.Whole("holes").double()
+    reference = DenseKFAC(
+        model,
+        ["4", "5.linear", "6.linear", "7"],
+        lr=pipeline_jobs.LR,
+        weight_decay=pipeline_jobs.DECAY,
+        momentum=0.95,
+        aux=AuxOptions(lr=pipeline_jobs.AUX_LR, weight_decay=pipeline_jobs.DECAY),
+        **settings,
+    )
+    for step in range(pipeline_jobs.STEPS):
+        x, y = pipeline_jobs.batch("holes", step)
+        reference.step(lambda x=x, y=y: 0.5 * (model(x) - y).square().sum() / pipeline_jobs.ROWS)
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def format_table(rows: list[Row]) -> str:
+    """The table as text, reasons of refusals below it."""
+    heads = [*PRECISIONS]
+    reasons: list[str] = []
+    lines = [
+        f"{'engine':<22}{'ranks':>6}{'acc':>5}" + "".join(f"{head:>17}" for head in heads),
+    ]
+    for row in rows:
+        texts = [_text(row.cells.get(head), reasons) for head in heads]
+        verdict = "" if row.passed else "   FAILED"
+        lines.append(
+            f"{row.engine:<22}{row.size:>6}{row.accumulation:>5}"
+            + "".join(f"{text:>17}" for text in texts)
+            + verdict
+        )
+    limits = "".join(f"{PRECISIONS[head][2]:>17.0e}" for head in heads)
+    lines.append(f"{'allowed':<33}{limits}")
+    return "\n".join([*lines, *(f"[{i}] {reason}" for i, reason in enumerate(reasons, 1))])
+
+
+def _text(value: float | str | None, reasons: list[str]) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.1e}"
+    reason = " ".join(value.split())[:200]
+    if reason not in reasons:
+        reasons.append(reason)
+    return f"refused [{reasons.index(reason) + 1}]"
+
+
+def main() -> int:
+    """Print the table; exit code 1 when a cell is out of tolerance."""
+    torch.set_num_threads(1)
+    rows = [row for size in SIZES for row in measure(size, list(ENGINES))]
+    rows += [row for size in SIZES[1:] for row in measure_pipelines(size)]
+    order = [*ENGINES, *PIPELINES]
+    rows.sort(key=lambda row: (order.index(row.engine), row.size, row.accumulation))
+    print("type KFAC, natural: difference to the single-process float64 oracle")
+    print(format_table(rows))
+    close_all()
+    return int(not all(row.passed for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
