@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests._harness import deepspeed_cpu
-from tests.hosts import pipeline_jobs
 from tests.hosts import topology_jobs as jobs
 from tests.hosts.topology_jobs import Cell
 
