@@ -79,8 +79,8 @@ def flush_folder(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Remove a file if it can be removed."""
-    tick("remove", path)
     with suppress(OSError):
+        tick("remove", path)
         path.unlink()
 
 

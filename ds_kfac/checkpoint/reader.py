@@ -43,13 +43,11 @@ def find(folder: Path | None, communicator: Communicator) -> Manifest | None:
             one (E301); on all ranks.
     """
     manifest = together(communicator, lambda: _read_manifest(folder))
-    mine = None if manifest is None else checksum(manifest.model_dump(mode="json"))
-    seen = communicator.gather_objects(mine)
-    if len(set(seen)) > 1:
-        listed = "; ".join(f"rank {i}: {text or 'none'}" for i, text in enumerate(seen))
-        raise StateError(
-            "E301", f"ranks see different manifests in {folder} ({listed}): is it a shared folder?"
-        )
+    mine = "none" if manifest is None else checksum(manifest.model_dump(mode="json"))[:16]
+    seen = communicator.gather_objects((str(folder), mine))
+    if len({text for _, text in seen}) > 1:
+        listed = "; ".join(f"rank {i}: {text} in {path}" for i, (path, text) in enumerate(seen))
+        raise StateError("E301", f"ranks see different manifests ({listed}): is the folder shared?")
     return manifest
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,8 +67,7 @@ def write(folder: Path, contents: Contents, communicator: Communicator, *, leads
         everyone = communicator.gather_objects((stored, contents.specs, dict(contents.counters)))
         manifest = _share(communicator, folder, lambda: _manifest(save_id, everyone, contents))
     except KFACError:
-        with suppress(OSError):
-            disk.remove(path)
+        disk.remove(path)
         raise
     if not leads:
         _share(communicator, folder, _nothing)

@@ -25,10 +25,10 @@ class Run:
     kfac: KFAC
     wrapped: nn.Module
 
-    def step(self, step: int, rank: int = 0, size: int = 1) -> None:
+    def step(self, step: int, rank: int = 0, size: int = 1, *, rows: int = 8) -> None:
         """Two micro-batches and one optimizer step."""
         self.optimizer.zero_grad()
-        x = torch.randn(8 * size, 4, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(step))
         for part in x.chunk(size)[rank].chunk(2):
             (self.wrapped(part).square().mean() / 2).backward()
         self.optimizer.step()
@@ -60,7 +60,11 @@ def make(settings: dict[str, Any], *, widths: tuple[int, ...] = (4, 6, 3), size:
     for wide, narrow in zip(widths, widths[1:], strict=False):
         layers += [nn.Linear(wide, narrow), nn.Tanh()]
     model = nn.Sequential(*layers)
-    wrapped = nn.parallel.DistributedDataParallel(model) if size > 1 else model
+    wrapped: nn.Module = model
+    if size > 1:
+        # DDP rearranges its buckets after a process's first backward, and with more than two
+        # ranks sums them in another order then; not where it looks for unused parameters.
+        wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     optimizer: torch.optim.Optimizer
     if settings.get("direction") in ("orthogonal", "eigen_adam"):
         optimizer = own_optimizer(model)
