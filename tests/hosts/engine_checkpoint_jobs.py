@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.hosts import pipeline_jobs
 from tests.hosts import topology_jobs as jobs
 from tests.hosts.topology_jobs import Cell
 
@@ -75,3 +76,45 @@ def _resume(rank: int, size: int, cell: Cell, folder: str) -> list[str]:
         odd.append("skipped_steps")
     engine.destroy()
     return odd
+
+
+def train_pipeline(engine: Any, cell: pipeline_jobs.Cell, steps: range) -> None:
+    grid = engine.grid
+    place = grid.get_data_parallel_rank(), grid.get_data_parallel_world_size()
+    for step in steps:
+        engine.train_batch(data_iter=iter(pipeline_jobs.micro_batches(cell, step, *place)))
+
+
+def resume_pipeline(
+    rank: int, size: int, cells: list[pipeline_jobs.Cell], folder: str
+) -> list[list[str]]:
+    """Differences between the straight and the resumed run of each pipeline, on this stage."""
+    results = []
+    for index, cell in enumerate(cells):
+        path = f"{folder}/{index}"
+        engine = pipeline_jobs.make_engine(cell, size)
+        train_pipeline(engine, cell, range(STOP))
+        engine.save_checkpoint(path)
+        train_pipeline(engine, cell, range(STOP, END))
+        straight = fingerprint(engine)
+        engine.destroy()
+        engine = pipeline_jobs.make_engine(cell, size)
+        engine.load_checkpoint(path)
+        train_pipeline(engine, cell, range(STOP, END))
+        results.append(differences(straight, fingerprint(engine)))
+        engine.destroy()
+    return results
+
+
+def load_pipeline(rank: int, size: int, cell: pipeline_jobs.Cell, folder: str) -> dict[str, Tensor]:
+    """K-FAC's state on this rank after a load by another number of stages and copies."""
+    engine = pipeline_jobs.make_engine(cell, size)
+    engine.load_checkpoint(folder)
+    loaded = {
+        f"{name}/{key}": torch.as_tensor(value).clone()
+        for name, layer in engine.kfac.state_dict()["layers"].items()
+        for key, value in layer.items()
+    }
+    train_pipeline(engine, cell, range(STOP, END))
+    engine.destroy()
+    return loaded
