@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ds_kfac.checkpoint import reader, writer
 from ds_kfac.comm.communicator import Communicator
+from ds_kfac.comm.guard import Guard
 from ds_kfac.comm.vote import agree, raise_everywhere, together
 from ds_kfac.config import KFACConfig
 from ds_kfac.errors import StateError
@@ -81,7 +82,7 @@ class Stateful:
     _model: Communicator
     _owner: Owner
     _session: CaptureSession
-    _error: Exception | None
+    _guard: Guard
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and the state of the layers this rank owns, as plain tensors and numbers."""
@@ -129,7 +130,8 @@ class Stateful:
             StateError: Some rank could not write (E307); raised on all ranks.
             KFACError: A step went wrong on some rank, and what it left must not be saved.
         """
-        raise_everywhere(self._model, self._take_error())
+        self._guard.keep(self._session.take_error())
+        raise_everywhere(self._model, self._guard.take())
         layers = self._owner.state_dict()
         self._warn_of_nonfinite(layers)
         contents = writer.Contents(
@@ -230,7 +232,8 @@ class Stateful:
     def _adopt(self, staged: Staged) -> None:
         self._owner.states.update(staged.states)
         self.counters = staged.counters
-        self._error = self._session.error = None  # of a step that is forgotten now
+        for errors in (self._guard.take, self._session.take_error):
+            errors()  # of a step that is forgotten now
         self._session.discard()
         self._begin_step()
 
@@ -277,7 +280,4 @@ class Stateful:
             )
 
     def _begin_step(self) -> None:
-        raise NotImplementedError
-
-    def _take_error(self) -> Exception | None:
         raise NotImplementedError

@@ -136,7 +136,7 @@ def test_loading_forgets_a_step_under_way_and_its_error() -> None:
         straight.step(step)
     host, saved = straight.host_state(), copy.deepcopy(straight.kfac.state_dict())
     resumed.model(torch.randn(4, 4)).sum().backward()
-    resumed.kfac._error = RuntimeError("of a step that is forgotten")
+    resumed.kfac._guard.keep(RuntimeError("of a step that is forgotten"))
     resumed.load_host_state(host)
     resumed.kfac.load_state_dict(saved)
     straight.step(2)
