@@ -42,7 +42,7 @@ def find(folder: Path | None, communicator: Communicator) -> Manifest | None:
         StateError: The manifest cannot be used (E301, E306, E308), or ranks do not see the same
             one (E301); on all ranks.
     """
-    manifest = together(communicator, lambda: _read_manifest(folder))
+    manifest = together(communicator, lambda: read_manifest(folder))
     mine = "none" if manifest is None else checksum(manifest.model_dump(mode="json"))[:16]
     seen = communicator.gather_objects((str(folder), mine))
     if len({text for _, text in seen}) > 1:
@@ -99,7 +99,12 @@ def _layer_of(key: str) -> str:
     return key.rpartition("/")[0]
 
 
-def _read_manifest(folder: Path | None) -> Manifest | None:
+def read_manifest(folder: Path | None) -> Manifest | None:
+    """The manifest of a folder as this process sees it; None where there is none.
+
+    Raises:
+        StateError: It cannot be used (E301, E306, E308).
+    """
     if folder is None:
         return None
     path = folder / FILE
