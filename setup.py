@@ -26,7 +26,7 @@ setup(
     packages=find_packages(include=["ds_kfac", "ds_kfac.*"]),
     package_data={"ds_kfac": ["py.typed"]},
     python_requires=">=3.11",
-    install_requires=["pydantic>=2", "torch>=2.4"],
+    install_requires=["pydantic>=2", "safetensors>=0.4", "torch>=2.4"],
     # NVIDIA Apex is used where it is installed, but never required here: the package of that
     # name on the registry is an unrelated project.
     extras_require={

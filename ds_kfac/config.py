@@ -96,7 +96,8 @@ class KFACConfig(BaseModel):
         inverse_device: ``cpu`` decomposes on the host processor.
         max_failures: Consecutive failed decompositions of a block before all ranks stop.
         on_nonfinite: ``skip`` drops a step with NaN or Inf everywhere; ``raise`` stops.
-        resume: What to do when a checkpoint has no K-FAC state.
+        resume: Load K-FAC state from checkpoints that have it (``auto``), insist on it
+            (``require``), or start anew (``fresh``).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -225,7 +226,6 @@ class KFACConfig(BaseModel):
             "strategy": (self.strategy in ("communication", "hybrid"), "'zero_aligned', 'memory'"),
             "background_inverse": (self.background_inverse, "false"),
             "factor_micro_batches": (self.factor_micro_batches == "last", "'all'"),
-            "resume": (self.resume == "require", "'auto', 'fresh'"),
         }
         bad = [
             f"{name}={getattr(self, name)!r} is not available in this version (use {instead})"

@@ -16,7 +16,8 @@ from ds_kfac.layers.matrixview import to_flat, to_matrix
 from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.plan.program import ReduceItem
 from ds_kfac.refresh import RefreshSettings, fold, refresh
-from ds_kfac.state import LayerState, check_layers
+from ds_kfac.restore import Needs, check_layers, has_foreign_bases, signature
+from ds_kfac.state import LayerState
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,10 @@ class Owner:
             NumericalError: A block failed too often in a row (E110).
         """
         self._warn_of_missing_statistics()
-        settings = RefreshSettings(
+        return refresh(list(self.states.values()), self._refresh_settings(step), step=step)
+
+    def _refresh_settings(self, step: int) -> RefreshSettings:
+        return RefreshSettings(
             solver=self._config.resolved_solver,
             damping=schedules.value_at(self._config.resolved_damping, step),
             absolute=self._config.damping_mode == "absolute",
@@ -76,7 +80,6 @@ class Owner:
             max_failures=self._config.max_failures,
             on_cpu=self._config.inverse_device == "cpu" and self._device.type != "cpu",
         )
-        return refresh(list(self.states.values()), settings, step=step)
 
     def _warn_of_missing_statistics(self) -> None:
         """Say once which layers are trained without ever having been seen at work."""
@@ -146,16 +149,51 @@ class Owner:
         """State of every owned layer by name."""
         return {state.spec.name: state.state_dict() for state in self.states.values()}
 
-    def load_state_dict(self, saved: Any) -> None:
-        """Restore every owned layer.
+    def restored(
+        self, saved: Any, *, step: int, settings: Mapping[str, Any] | None
+    ) -> dict[int, LayerState]:
+        """Saved states of all owned layers, ready to take the place of the present ones.
+
+        Factors are kept whatever they were decomposed with: bases that the configured solver
+        has no use for are recomputed from them.
+
+        Args:
+            saved: What :meth:`state_dict` returned.
+            step: Applied steps at that time.
+            settings: What bases depended on then, see :func:`ds_kfac.restore.signature`.
 
         Raises:
-            StateError: Layers or shapes do not fit (E302); nothing is changed then.
+            StateError: Layers, shapes or moments do not fit (E302).
         """
-        layers = {state.spec.name: state for state in self.states.values()}
-        check_layers(layers, saved)
-        for name, state in layers.items():
-            state.load_state_dict(saved[name])
+        specs = [state.spec for state in self.states.values()]
+        needs = Needs.of(self._config, self._momentum, self._dtype)
+        check_layers(specs, saved, needs)
+        states = {
+            index: LayerState.restored(
+                state.spec, needs.kept(saved[state.spec.name]), self._device, self._dtype
+            )
+            for index, state in self.states.items()
+        }
+        same = settings is None or dict(settings) == signature(self._config)
+        foreign = [s for s in states.values() if has_foreign_bases(s, needs, same_damping=same)]
+        for state in foreign:
+            for _, side in state.sides():
+                side.bases = [None] * len(side.blocks)
+        if foreign:
+            logger.warning(
+                "KFAC-W302 %d layers were saved with bases of another kind: they are recomputed "
+                "from the saved factors",
+                len(foreign),
+            )
+            refresh(foreign, self._refresh_settings(step), step=step)
+        return states
+
+    def blank(self) -> dict[int, LayerState]:
+        """States of layers that have seen nothing."""
+        return {
+            index: LayerState.zeros(state.spec, self._device, self._dtype)
+            for index, state in self.states.items()
+        }
 
 
 def _rates(spec: LayerSpec, learning_rates: Mapping[str, float]) -> tuple[float, float]:

@@ -26,6 +26,7 @@ from ds_kfac import schedules
 from ds_kfac.assembly import assemble
 from ds_kfac.capture.hooks import install
 from ds_kfac.capture.session import CaptureSession, Pending, packer
+from ds_kfac.checkpoint.stateful import Stateful
 from ds_kfac.comm.communicator import Communicator
 from ds_kfac.comm.guard import Guard
 from ds_kfac.comm.ledger import Ledger
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class KFAC:
+class KFAC(Stateful):
     """K-FAC attached to a host: ``engine.kfac``, or the result of ``ds_kfac.attach``.
 
     Args:
@@ -181,25 +182,6 @@ class KFAC:
             self._data,
             like=torch.empty(0, device=self._device, dtype=self._dtype),
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Counters and the state of the layers this rank owns, as plain tensors and numbers."""
-        layers = self._owner.state_dict()
-        return {"version": 1, "counters": dict(vars(self.counters)), "layers": layers}
-
-    def load_state_dict(self, state: Any) -> None:
-        """Restore what :meth:`state_dict` returned for the same layers on the same ranks.
-
-        Raises:
-            StateError: Version, layers or shapes do not fit; nothing is changed then.
-        """
-        version = state.get("version") if isinstance(state, Mapping) else type(state).__name__
-        if version != 1:
-            raise StateError("E308", f"K-FAC state of version {version!r}, expected 1")
-        counters = Counters.restored(state.get("counters"))
-        self._owner.load_state_dict(state.get("layers"))
-        self.counters = counters
-        self._begin_step()
 
     def detach(self) -> None:
         """Remove every hook and wrapper; the host trains on as if ds_kfac had never been there."""

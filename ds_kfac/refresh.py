@@ -218,10 +218,16 @@ def _solve(
 
 
 def _to(basis: BlockBasis, device: torch.device) -> BlockBasis:
-    """A basis on the compute device, its tensors independent of the batch they came from."""
+    """A basis on the compute device, its tensors independent of the batch they came from.
+
+    Solvers return column-major matrices. A product with one may differ in its last bit from that
+    with the row-major copy that a checkpoint brings back.
+    """
 
     def own(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(device, copy=True)
+        if tensor is None:
+            return None
+        return tensor.to(device, copy=True, memory_format=torch.contiguous_format)
 
     mean = own(basis.mean)
     assert mean is not None

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_kfac.errors import StateError
 from ds_kfac.layers.blocks import Block
 from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.math.average import WeightedAverage
@@ -120,8 +119,8 @@ class LayerState:
 
     def state_dict(self) -> dict[str, Any]:
         """Flat mapping of tensors and numbers; tensors are not copied."""
-        result: dict[str, Any] = {name: getattr(self, name) for name in _SCALARS}
-        result.update({f"moments.{name}": value for name, value in self.moments.items()})
+        result: dict[str, Any] = {name: getattr(self, name) for name in SCALARS}
+        result.update({MOMENTS + name: value for name, value in self.moments.items()})
         for name, side in self.sides():
             for index, (average, basis) in enumerate(zip(side.averages, side.bases, strict=True)):
                 prefix = f"{name}.{index}."
@@ -134,84 +133,55 @@ class LayerState:
                         result[f"{prefix}basis.{item.name}"] = value
         return result
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore, copying tensors to the layer's device and dtype."""
-        like = self.a.averages[0].total
-        for name in _SCALARS:
-            current = getattr(self, name)
-            value = state[name]
-            if isinstance(current, Tensor):
-                current.copy_(value)  # never the saved tensor itself, which may be in use
-            else:
-                setattr(self, name, int(value))
-        self.moments = {
-            key.removeprefix("moments."): value.to(like, copy=True)
-            for key, value in state.items()
-            if key.startswith("moments.")
+    @classmethod
+    def restored(
+        cls, spec: LayerSpec, saved: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+    ) -> LayerState:
+        """A new state with copies of what :meth:`state_dict` returned.
+
+        Args:
+            spec: The layer.
+            saved: Entries that :func:`ds_kfac.restore.check_layers` has found to fit.
+            device: Compute device.
+            dtype: Compute dtype.
+        """
+
+        def own(value: Any, like: torch.dtype = dtype) -> Tensor:
+            # Never the saved tensor itself, which may be in use; row-major like a fresh one.
+            tensor = torch.as_tensor(value)
+            return tensor.to(device, like, copy=True, memory_format=torch.contiguous_format)
+
+        sides = {}
+        for name, blocks in (("a", spec.a_blocks), ("g", spec.g_blocks)):
+            prefixes = [f"{name}.{index}." for index in range(len(blocks))]
+            averages = [
+                WeightedAverage(own(saved[p + "total"]), own(saved[p + "weight"], torch.float64))
+                for p in prefixes
+            ]
+            bases: list[BlockBasis | None] = []
+            for prefix in prefixes:
+                names = [item.name for item in fields(BlockBasis)]
+                parts = {n: saved.get(f"{prefix}basis.{n}") for n in names}
+                found = {n: own(value) for n, value in parts.items() if value is not None}
+                bases.append(BlockBasis(**found) if found else None)
+            failures = [int(saved[p + "failures"]) for p in prefixes]
+            sides[name] = Side(blocks, averages, bases, failures)
+        moments = {
+            key.removeprefix(MOMENTS): own(value)
+            for key, value in saved.items()
+            if key.startswith(MOMENTS)
         }
-        for name, side in self.sides():
-            for index in range(len(side.blocks)):
-                prefix = f"{name}.{index}."
-                side.averages[index].total.copy_(state[prefix + "total"])
-                side.averages[index].weight.copy_(state[prefix + "weight"])
-                side.failures[index] = int(state[prefix + "failures"])
-                side.bases[index] = _load_basis(state, prefix + "basis.", like)
+        return cls(
+            spec,
+            sides["a"],
+            sides["g"],
+            own(saved["updates"], torch.float64),
+            own(saved["fallbacks"], torch.int64),
+            int(saved["folded_at"]),
+            int(saved["refreshed_at"]),
+            moments,
+        )
 
 
-_SCALARS = ("updates", "fallbacks", "folded_at", "refreshed_at")
-
-
-def check_layers(layers: Mapping[str, LayerState], saved: Any) -> None:
-    """Check that saved states fit these layers, before any of them is used.
-
-    Raises:
-        StateError: Missing layers or entries, or tensors of another size (E302).
-    """
-    if not isinstance(saved, Mapping):
-        raise StateError("E302", f"saved K-FAC state has no layers but {type(saved).__name__}")
-    problems: list[str] = []
-    for name, layer in layers.items():
-        found = saved.get(name)
-        if isinstance(found, Mapping):
-            problems += [f"layer {name}: {text}" for text in _misfits(layer, found)]
-        else:
-            problems.append(f"layer {name}: missing")
-    if problems:
-        raise StateError("E302", "saved K-FAC state does not fit: " + "; ".join(problems[:20]))
-
-
-def _misfits(layer: LayerState, saved: Mapping[str, Any]) -> list[str]:
-    required, optional = _shapes(layer)
-    problems = [f"{key} is missing" for key in required if key not in saved]
-    for key, value in saved.items():
-        matrix = (layer.spec.d_out, layer.spec.columns)
-        expected = required.get(key, optional.get(key, matrix))
-        if key not in required and key not in optional and not key.startswith("moments."):
-            problems.append(f"{key} is unknown")
-        elif tuple(getattr(value, "shape", ())) != expected:
-            shape = tuple(getattr(value, "shape", ()))
-            problems.append(f"{key} is {shape}, expected {expected}")
-    return problems
-
-
-def _shapes(layer: LayerState) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Shapes of the entries that a saved layer has to have and of those that it may have."""
-    required: dict[str, tuple[int, ...]] = dict.fromkeys(_SCALARS, ())
-    optional: dict[str, tuple[int, ...]] = {}
-    for name, side in layer.sides():
-        for index, (block, average) in enumerate(zip(side.blocks, side.averages, strict=True)):
-            prefix, n = f"{name}.{index}.", block.size
-            required[prefix + "total"] = tuple(average.total.shape)
-            required |= {prefix + "weight": (), prefix + "failures": ()}
-            shapes = {"mean": (), "vectors": (n, n), "values": (n,), "inverse": (n, n)}
-            optional |= {f"{prefix}basis.{key}": shape for key, shape in shapes.items()}
-    return required, optional
-
-
-def _load_basis(state: Mapping[str, Any], prefix: str, like: Tensor) -> BlockBasis | None:
-    parts = {
-        item.name: state[prefix + item.name].to(like, copy=True)
-        for item in fields(BlockBasis)
-        if prefix + item.name in state
-    }
-    return BlockBasis(**parts) if parts else None
+SCALARS = ("updates", "fallbacks", "folded_at", "refreshed_at")
+MOMENTS = "moments."

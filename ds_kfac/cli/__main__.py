@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 
 from ds_kfac import __version__
 from ds_kfac.config import schema
+from ds_kfac.errors import KFACError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,10 +24,33 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ds-kfac", description=__doc__)
     parser.add_argument("--version", action="version", version=f"ds_kfac {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("schema", help="print the JSON schema of the kfac section")
-    parser.parse_args(arguments)
-    sys.stdout.write(json.dumps(schema(), indent=2, sort_keys=True) + "\n")
+    commands.add_parser("schema", help="print the JSON schema of the kfac section").set_defaults(
+        run=_schema
+    )
+    inspect = commands.add_parser("inspect", help="verify and describe the K-FAC state on disk")
+    inspect.add_argument("checkpoint", type=Path, help="folder of a checkpoint")
+    inspect.add_argument("--plot", type=Path, metavar="FILE", help="draw the factors' spectra")
+    inspect.set_defaults(run=_inspect)
+    options = parser.parse_args(arguments)
+    try:
+        sys.stdout.write(options.run(options))
+    except KFACError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
     return 0
+
+
+def _schema(options: argparse.Namespace) -> str:
+    return json.dumps(schema(), indent=2, sort_keys=True) + "\n"
+
+
+def _inspect(options: argparse.Namespace) -> str:
+    from ds_kfac.cli import inspect  # needs torch, which the schema does not
+
+    text, spectra = inspect.report(options.checkpoint)
+    if options.plot is not None:
+        inspect.plot(spectra, options.plot)
+    return text
 
 
 if __name__ == "__main__":

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ds_kfac.comm.communicator import Communicator
 from ds_kfac.errors import DistributedError, KFACError
+
+T = TypeVar("T")
 
 
 class Verdict(enum.IntEnum):
@@ -55,6 +59,29 @@ def raise_everywhere(communicator: Communicator, error: Exception | None) -> Non
     if error is not None and error is not first and communicator.rank == reports.index(first):
         raise first from error
     raise first
+
+
+def together(communicator: Communicator, work: Callable[[], T]) -> T:
+    """Do local work on every rank; if it fails on any, all ranks raise.
+
+    Args:
+        communicator: All ranks of the model; every one of them calls this.
+        work: Makes no collective calls: it may end early on some ranks.
+
+    Returns:
+        This rank's result, once all ranks have theirs.
+
+    Raises:
+        KFACError: As :func:`raise_everywhere`.
+    """
+    error: Exception | None = None
+    results: list[T] = []
+    try:
+        results.append(work())
+    except Exception as caught:
+        error = caught
+    raise_everywhere(communicator, error)
+    return results[0]
 
 
 def agree(communicator: Communicator, what: str, value: str) -> None:

@@ -18,7 +18,12 @@ from ds_kfac.comm.ledger import Ledger
 from ds_kfac.comm.vote import raise_everywhere
 from ds_kfac.config import KFACConfig, OptimizerConfig
 from ds_kfac.errors import ConfigError
-from ds_kfac.hosts import deepspeed_config, deepspeed_pipe, deepspeed_support
+from ds_kfac.hosts import (
+    deepspeed_checkpoint,
+    deepspeed_config,
+    deepspeed_pipe,
+    deepspeed_support,
+)
 from ds_kfac.hosts.apex import fused_adam
 from ds_kfac.hosts.base import Gradients, Groups
 from ds_kfac.hosts.compatibility import check_base_optimizer, is_own_optimizer
@@ -116,6 +121,7 @@ def attach_engine(engine: Any, config: KFACConfig) -> KFAC:
     kfac = KFAC(host, config, own_optimizer=own)
     _wrap_step(engine, kfac, host)
     _wrap_destroy(engine, kfac)
+    deepspeed_checkpoint.install(engine, kfac)
     kfac.on_detach(host.detach)
     engine.kfac = kfac
     kfac.on_detach(lambda: setattr(engine, "kfac", None))

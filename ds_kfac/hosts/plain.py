@@ -41,6 +41,9 @@ class PlainHost:
         groups: Process groups; gradients are averaged over ``groups.data``.
         grad_scaler: The ``torch.amp.GradScaler`` in use, if any.
         wrapper: The model's ``DistributedDataParallel``, if it has one.
+
+    Attributes:
+        stepped: The optimizer was called since the gradient scaler's last update.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class PlainHost:
         self._scaler = grad_scaler
         self._loss_scale: float | None = None
         self._stored_scale = 1.0
+        self.stepped = False
         self._ranks = 1 if groups.data is None else dist.get_world_size(groups.data)
         self._parameters = dict(model.named_parameters())  # frozen ones may be trained later
 
@@ -256,6 +260,7 @@ class _StepHooks:
         for param, grad in self._hidden:
             param.grad = grad
         self._hidden = []
+        self._host.stepped = True
         self._kfac.after_step(applied=self._healthy)
 
 
@@ -305,23 +310,21 @@ class _ScalerUpdate:
         self._own = scaler.__dict__.get("update")
         self._original = scaler.update
         self._watching: list[tuple[KFAC, PlainHost]] = []
-        self._seen: dict[int, int] = {}
         scaler.update = self  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Drop the statistics of steps that the scaler skipped: it never calls the optimizer."""
-        for kfac, _ in self._watching:
-            if _steps(kfac) == self._seen[id(kfac)]:
+        for kfac, host in self._watching:
+            if not host.stepped:
                 kfac.discard_step()
         self._original(*args, **kwargs)
-        for kfac, host in self._watching:
+        for _, host in self._watching:
             host.loss_scale_changed()
-            self._seen[id(kfac)] = _steps(kfac)
+            host.stepped = False
 
     def add(self, kfac: KFAC, host: PlainHost) -> None:
         """Watch for another preconditioner."""
         self._watching.append((kfac, host))
-        self._seen[id(kfac)] = _steps(kfac)
 
     def remove(self, kfac: KFAC) -> None:
         """Watch no longer; the last one leaves the scaler as it was."""
@@ -332,10 +335,6 @@ class _ScalerUpdate:
             del self._scaler.update
         else:
             self._scaler.update = self._own
-
-
-def _steps(kfac: KFAC) -> int:
-    return kfac.counters.steps + kfac.counters.skipped
 
 
 def _watch_scaler(kfac: KFAC, host: PlainHost, scaler: torch.amp.GradScaler) -> None:

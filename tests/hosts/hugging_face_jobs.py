@@ -35,9 +35,8 @@ AUTO: dict[str, Any] = {
     "zero_allow_untested_optimizer": True,  # SGD is not on DeepSpeed's list
 }
 SGD = {"type": "SGD", "params": {"lr": "auto", "momentum": 0.9, "weight_decay": "auto"}}
-# Without averages K-FAC has no memory, so that a run resumed from a checkpoint that holds only
-# what DeepSpeed stores must continue exactly.
-FORGETFUL = {**SETTINGS, "factor_decay": 0.0, "momentum": 0.0}
+# Averages, momentum, and bases from before the checkpoint: all of it has to come back.
+REMEMBERING = {**SETTINGS, "inv_update_steps": STEPS, "momentum": 0.9, "resume": "require"}
 
 
 def make_model(kind: str) -> Any:
@@ -237,9 +236,10 @@ def everything(rank: int, size: int, folder: str, configs: str) -> dict[str, Any
         ),
         "accelerate": accelerate_loop(rank, size),
     }
+    remembering = {"type": "KFAC", "params": {**own["params"], **REMEMBERING}}
     for name, config in (
-        ("section", {**AUTO, "optimizer": SGD, "kfac": {**FORGETFUL}}),
-        ("own", {**AUTO, "optimizer": {"type": "KFAC", "params": {**own["params"], **FORGETFUL}}}),
+        ("section", {**AUTO, "optimizer": SGD, "kfac": REMEMBERING}),
+        ("own", {**AUTO, "optimizer": remembering}),
     ):
         out = base / f"resume {name}"
         saving = {"save_strategy": "steps", "save_steps": STEPS // 2}

@@ -106,7 +106,7 @@ def test_gradient_checkpointing_changes_nothing(runs: list[dict[str, Any]]) -> N
 
 @pytest.mark.parametrize("way", ["section", "own"])
 def test_resumed_run_continues_exactly(runs: list[dict[str, Any]], way: str) -> None:
-    """Weights, momenta, step and data come from the checkpoint; K-FAC here keeps no averages."""
+    """Weights, momenta, step, data and all of K-FAC's state come from the checkpoint."""
     whole, resumed = runs[0][f"whole {way}"], runs[0][f"resumed {way}"]
     assert len(resumed["batches"]) == len(whole["batches"]) // 2
     assert resumed["log"] == whole["log"]

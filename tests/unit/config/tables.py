@@ -115,7 +115,7 @@ SETTINGS: dict[str, dict[str, list[Any]]] = {
     "inverse_device": _choice("auto", "cpu"),
     "max_failures": {"good": [0, 3], "bad": [-1, 1.0, "3", True, None, [1]]},
     "on_nonfinite": _choice("skip", "raise"),
-    "resume": _choice("auto", "fresh"),
+    "resume": _choice("auto", "require", "fresh"),
 }
 
 # kl_clip belongs to some directions only; "natural", the default, is one of them.
@@ -123,7 +123,6 @@ UNAVAILABLE: dict[str, list[Any]] = {
     "strategy": ["communication", "hybrid"],
     "background_inverse": [True],
     "factor_micro_batches": ["last"],
-    "resume": ["require"],
 }
 
 

@@ -35,7 +35,8 @@ THIRD_PARTIES = {
     "deepspeed": ["ds_kfac/hosts/deepspeed*"],
     "megatron": ["ds_kfac/hosts/megatron*"],
     "apex": ["ds_kfac/hosts/apex*"],
-    "pydantic": ["ds_kfac/config*.py", "ds_kfac/schedules.py"],
+    "pydantic": ["ds_kfac/config*.py", "ds_kfac/schedules.py", "ds_kfac/checkpoint/manifest.py"],
+    "safetensors": ["ds_kfac/checkpoint/*"],
     "numpy": [],
     "transformers": [],
 }

@@ -1,0 +1,1 @@
+"""State on disk: safetensors per rank and one JSON manifest, complete or invisible."""

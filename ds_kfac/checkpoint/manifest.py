@@ -1,0 +1,205 @@
+"""The manifest: what a saved K-FAC state consists of, checked before anything else is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ds_kfac.errors import StateError
+from ds_kfac.layers.spec import LayerSpec
+
+FILE = "manifest.json"
+FORMAT = "ds_kfac checkpoint"
+VERSION = 1
+MAX_BYTES = 1 << 26
+"""A larger manifest is not one: 64 MiB describe hundreds of thousands of layers."""
+
+Count = Annotated[int, Field(ge=0)]
+# A plain name that only this library gives: no folder, nothing that leads out of the checkpoint.
+FILE_PATTERN = r"^step[0-9]+-[0-9a-f]{16}-rank[0-9]{5}\.safetensors$"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class StoredFile(_Strict):
+    """A safetensors file, by name inside the checkpoint."""
+
+    name: Annotated[str, Field(pattern=FILE_PATTERN)]
+    bytes: Count
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class StoredLayer(_Strict):
+    """A layer's dims and blocks, and the index of the file that has its tensors."""
+
+    name: str
+    d_out: Count
+    columns: Count
+    a_blocks: list[tuple[Count, Count]]
+    g_blocks: list[tuple[Count, Count]]
+    file: Count = 0
+
+    @classmethod
+    def of(cls, spec: LayerSpec, file: int = 0) -> StoredLayer:
+        """Describe a layer."""
+        return cls(
+            name=spec.name,
+            d_out=spec.d_out,
+            columns=spec.columns,
+            a_blocks=[(block.start, block.end) for block in spec.a_blocks],
+            g_blocks=[(block.start, block.end) for block in spec.g_blocks],
+            file=file,
+        )
+
+    def difference(self, other: StoredLayer) -> str | None:
+        """How another layer of that name differs from this one, in words."""
+        if (self.d_out, self.columns) != (other.d_out, other.columns):
+            return (
+                f"is {other.d_out} x {other.columns} in the model, "
+                f"{self.d_out} x {self.columns} in the checkpoint"
+            )
+        if (self.a_blocks, self.g_blocks) != (other.a_blocks, other.g_blocks):
+            return "is cut into other blocks (kfac.max_factor_dim was different)"
+        return None
+
+
+class Manifest(_Strict):
+    """Everything about a saved state but its tensors.
+
+    Attributes:
+        save_id: Names this save: the host's checkpoint carries it too.
+        library: Version of ds_kfac that wrote it.
+        step: Applied K-FAC steps.
+        host_step: The host's own step counter, or None where there is none.
+        data_size: Ranks among which layers were shared out.
+        settings: What bases depend on, see :func:`ds_kfac.restore.signature`.
+        config: The whole ``kfac`` configuration.
+        counters: Counts of every rank of the model, by name.
+        files: Files with tensors.
+        layers: All layers of the model.
+    """
+
+    save_id: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    library: str
+    step: Count
+    host_step: Count | None
+    data_size: Annotated[int, Field(ge=1)]
+    settings: dict[str, Any]
+    config: dict[str, Any]
+    counters: Annotated[list[dict[str, Count]], Field(min_length=1)]
+    files: list[StoredFile]
+    layers: list[StoredLayer]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Manifest:
+        _unique("file", (file.name for file in self.files))
+        _unique("layer", (layer.name for layer in self.layers))
+        for layer in self.layers:
+            if layer.file >= len(self.files):
+                raise ValueError(f"layer {layer.name!r} is in file {layer.file}, which is none")
+        if any(counts.get("steps") != self.step for counts in self.counters):
+            raise ValueError(f"counters are not those of step {self.step}")
+        return self
+
+    def dump(self) -> bytes:
+        """As JSON, with a checksum of the content."""
+        content = self.model_dump(mode="json")
+        whole = {
+            "format": FORMAT,
+            "version": VERSION,
+            "checksum": checksum(content),
+            "content": content,
+        }
+        return (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode()
+
+    def counters_of(self, rank: int, size: int) -> dict[str, int]:
+        """Counts of a rank.
+
+        With another number of ranks the work done so far counts on the first.
+
+        Args:
+            rank: The rank.
+            size: Ranks there are now.
+        """
+        if size == len(self.counters):
+            return dict(self.counters[rank])
+        done = sum(counts.get("decompositions", 0) for counts in self.counters)
+        return {**self.counters[0], "decompositions": done if rank == 0 else 0}
+
+    def misfits(self, model: Mapping[str, StoredLayer]) -> list[str]:
+        """What keeps this state from being that of a model, in words.
+
+        Args:
+            model: All layers of the model by name.
+        """
+        saved = {layer.name: layer for layer in self.layers}
+        problems = [f"layer {name}: not in the checkpoint" for name in model if name not in saved]
+        for name, layer in saved.items():
+            if name not in model:
+                problems.append(f"layer {name}: not preconditioned in this model")
+            elif (difference := layer.difference(model[name])) is not None:
+                problems.append(f"layer {name}: {difference}")
+        return problems
+
+
+def parse(data: bytes, where: str) -> Manifest:
+    """Read a manifest that may come from anywhere.
+
+    Args:
+        data: Content of the file.
+        where: Its path, for messages.
+
+    Raises:
+        StateError: It is of another version (E308), was damaged (E301), or is none (E306).
+    """
+    try:
+        whole = json.loads(data, object_pairs_hook=_once, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise StateError("E306", f"{where} is not a manifest: {error}") from None
+    if not isinstance(whole, dict) or whole.get("format") != FORMAT:
+        raise StateError("E306", f"{where} is not a manifest of ds_kfac")
+    if whole.get("version") != VERSION or isinstance(whole["version"], bool):
+        raise StateError(
+            "E308",
+            f"{where} has version {whole.get('version')!r:.50}; this version of ds_kfac reads "
+            f"{VERSION}",
+        )
+    content = whole.get("content")
+    if whole.get("checksum") != checksum(content):
+        raise StateError("E301", f"{where} is damaged: its checksum differs")
+    try:
+        return Manifest.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:5]
+        ]
+        raise StateError("E306", f"{where} is malformed: {'; '.join(problems)}") from None
+
+
+def checksum(content: Any) -> str:
+    """Hash of a manifest's content, however it is laid out."""
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _unique(kind: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"{kind} {name!r} occurs twice")
+        seen.add(name)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _unique("key", (key for key, _ in pairs))
+    return dict(pairs)
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a number")

@@ -1,0 +1,283 @@
+"""The part of a preconditioner that saves and restores its state."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ds_kfac.checkpoint import reader, writer
+from ds_kfac.comm.communicator import Communicator
+from ds_kfac.comm.guard import Guard
+from ds_kfac.comm.vote import agree, raise_everywhere, together
+from ds_kfac.config import KFACConfig
+from ds_kfac.errors import StateError
+from ds_kfac.owner import Owner
+from ds_kfac.restore import signature
+from ds_kfac.state import LayerState
+from ds_kfac.telemetry.metrics import Counters
+
+if TYPE_CHECKING:
+    from ds_kfac.capture.session import CaptureSession
+    from ds_kfac.checkpoint.manifest import Manifest
+    from ds_kfac.layers.spec import LayerTable
+
+logger = logging.getLogger(__name__)
+
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A saved state by its parts, none of them looked at yet."""
+
+    counters: Any
+    layers: Any
+    settings: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, state: Any) -> _Parts:
+        """From what :meth:`Stateful.state_dict` returned.
+
+        Raises:
+            StateError: It has another version, or none (E308).
+        """
+        version = state.get("version") if isinstance(state, Mapping) else type(state).__name__
+        if version != STATE_VERSION:
+            raise StateError("E308", f"K-FAC state of version {version!r}, expected 1")
+        return cls(state.get("counters"), state.get("layers"), state.get("settings"))
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A state that every rank has read and found to fit, not in use yet.
+
+    Attributes:
+        counters: Counts.
+        states: Owned layers by index.
+        manifest: Of the checkpoint they were read from, if it was one.
+    """
+
+    counters: Counters
+    states: dict[int, LayerState]
+    manifest: Manifest | None = None
+
+
+class Stateful:
+    """Saving and restoring, for :class:`ds_kfac.preconditioner.KFAC`.
+
+    Every method that changes state or touches a disk is a collective: all ranks of the model
+    call it, and all of them succeed or raise the same error with nothing changed.
+    """
+
+    config: KFACConfig
+    counters: Counters
+    _data: Communicator
+    _layers: LayerTable
+    _model: Communicator
+    _owner: Owner
+    _session: CaptureSession
+    _guard: Guard
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and the state of the layers this rank owns, as plain tensors and numbers."""
+        return {
+            "version": STATE_VERSION,
+            "counters": dict(vars(self.counters)),
+            "settings": signature(self.config),
+            "layers": self._owner.state_dict(),
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore what :meth:`state_dict` returned for the same layers on the same ranks.
+
+        A collective. Statistics of a step under way are discarded.
+
+        Raises:
+            StateError: Version, layers, shapes, dtypes or moments do not fit on some rank
+                (E302, E308); nothing is changed on any rank then.
+            DistributedError: Ranks bring states of different steps (E203).
+        """
+        self._adopt(self._stage(lambda: _Parts.of(state)))
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        host_step: int | None = None,
+        leads: bool | None = None,
+    ) -> str:
+        """Save to a folder, in place of what an earlier save left there. A collective.
+
+        The state saved is that after the last step; statistics of a step under way are not part
+        of it. A save that does not complete leaves the earlier one as it was.
+
+        Args:
+            path: Folder; created if there is none.
+            host_step: The host's own step counter, to be compared when both are loaded.
+            leads: Whether this rank writes the manifest. By default the first rank does; on
+                disks that are not shared, one per disk has to.
+
+        Returns:
+            The save's id, the same on all ranks.
+
+        Raises:
+            StateError: Some rank could not write (E307); raised on all ranks.
+            KFACError: A step went wrong on some rank, and what it left must not be saved.
+        """
+        self._guard.keep(self._session.take_error())
+        raise_everywhere(self._model, self._guard.take())
+        layers = self._owner.state_dict()
+        self._warn_of_nonfinite(layers)
+        contents = writer.Contents(
+            layers=layers,
+            specs=[state.spec for state in self._owner.states.values()],
+            counters=vars(self.counters),
+            header={
+                "step": self.counters.steps,
+                "host_step": host_step,
+                "data_size": self._data.size,
+                "settings": signature(self.config),
+                "config": self.config.model_dump(mode="json"),
+            },
+        )
+        first = self._model.rank == 0
+        return writer.write(
+            Path(path), contents, self._model, leads=first if leads is None else leads
+        )
+
+    def load(self, path: str | os.PathLike[str]) -> bool:
+        """Restore what :meth:`save` wrote, on any number of ranks. A collective.
+
+        What happens where there is no state is said by ``resume``: ``auto`` warns and starts
+        anew, ``require`` raises, ``fresh`` starts anew whatever is there.
+
+        Args:
+            path: Folder given to :meth:`save`.
+
+        Returns:
+            Whether a state was restored.
+
+        Raises:
+            StateError: The state is damaged, unsafe, of another model or settings, or missing
+                although required (E301 to E308); on all ranks, with nothing changed.
+        """
+        staged = self.stage(path)
+        self.adopt(staged)
+        return staged is not None
+
+    def stage(self, path: str | os.PathLike[str] | None) -> Staged | None:
+        """First half of :meth:`load`: read and check, without changing anything. A collective.
+
+        Args:
+            path: Folder, or None where the host has found no checkpoint.
+
+        Returns:
+            What :meth:`adopt` takes; None to start anew.
+        """
+        if self.config.resume == "fresh":
+            if self._model.rank == 0:
+                logger.info("K-FAC starts anew (resume: 'fresh')")
+            return None
+        folder = None if path is None else Path(path)
+        manifest = reader.find(folder, self._model)
+        if folder is None or manifest is None:
+            self._refuse_absence(folder)
+            return None
+        reader.check_model(manifest, self._layers.layers, self._model)
+        self._say_changed_settings(manifest)
+        owned = [state.spec.name for state in self._owner.states.values()]
+        staged = self._stage(
+            lambda: _Parts(
+                manifest.counters_of(self._model.rank, self._model.size),
+                reader.read_layers(folder, manifest, owned),
+                manifest.settings,
+            )
+        )
+        return Staged(staged.counters, staged.states, manifest)
+
+    def adopt(self, staged: Staged | None) -> None:
+        """Second half of :meth:`load`: take a staged state into use, or start anew."""
+        if staged is None:
+            self.reset()
+        else:
+            self._adopt(staged)
+
+    def reset(self) -> None:
+        """Forget all statistics, bases, moments and counts, as after attach."""
+        self._adopt(Staged(Counters(), self._owner.blank()))
+
+    def _stage(self, parts: Callable[[], _Parts]) -> Staged:
+        """Build the live states of saved ones on every rank."""
+
+        def build() -> Staged:
+            saved = parts()
+            counters = Counters.restored(saved.counters)
+            states = self._owner.restored(
+                saved.layers, step=counters.steps, settings=saved.settings
+            )
+            return Staged(counters, states)
+
+        staged = together(self._model, build)
+        # Schedules are functions of these: ranks that disagree would wait for each other.
+        shared = {k: v for k, v in vars(staged.counters).items() if k != "decompositions"}
+        agree(self._model, "the K-FAC state's counters", repr(shared))
+        return staged
+
+    def _adopt(self, staged: Staged) -> None:
+        self._owner.states.update(staged.states)
+        self.counters = staged.counters
+        for errors in (self._guard.take, self._session.take_error):
+            errors()  # of a step that is forgotten now
+        self._session.discard()
+        self._begin_step()
+
+    def _refuse_absence(self, folder: Path | None) -> None:
+        where = "no checkpoint to resume from" if folder is None else f"no K-FAC state in {folder}"
+        if self.config.resume == "require":
+            raise StateError(
+                "E304",
+                f"{where}, and kfac.resume is 'require'. Set it to 'auto' to start K-FAC anew",
+            )
+        if self._model.rank == 0:
+            logger.warning(
+                "KFAC-W304 %s: K-FAC starts anew, with statistics and schedules of step 0. Set "
+                "kfac.resume to 'require' to make this an error",
+                where,
+            )
+
+    def _say_changed_settings(self, manifest: Manifest) -> None:
+        now = self.config.model_dump(mode="json")
+        changed = [
+            f"{key}: {manifest.config.get(key)!r} -> {value!r}"
+            for key, value in now.items()
+            if key != "resume" and manifest.config.get(key) != value
+        ]
+        if changed and self._model.rank == 0:
+            logger.warning(
+                "KFAC-W305 kfac settings have changed since the state was saved; the new ones "
+                "hold: %s",
+                "; ".join(changed),
+            )
+
+    def _warn_of_nonfinite(self, layers: Mapping[str, Mapping[str, Any]]) -> None:
+        bad = [
+            f"{name} ({key})"
+            for name, state in layers.items()
+            for key, value in state.items()
+            if isinstance(value, Tensor) and not bool(value.isfinite().all())
+        ]
+        if bad:
+            logger.warning(
+                "KFAC-W303 state that is not finite is saved, and will be refused when it is "
+                "loaded: %s",
+                ", ".join(bad[:20]),
+            )
+
+    def _begin_step(self) -> None:
+        raise NotImplementedError

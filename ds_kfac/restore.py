@@ -1,0 +1,204 @@
+"""Saved layer states: whether they fit, and the live states they become.
+
+Nothing that is in use is touched here. A state is built beside the present one and takes its
+place once every rank has built its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_kfac.config import KFACConfig
+from ds_kfac.errors import StateError
+from ds_kfac.layers.spec import LayerSpec
+from ds_kfac.math.packing import packed_numel
+from ds_kfac.state import MOMENTS, SCALARS, BlockBasis, LayerState
+
+KNOWN_MOMENTS = ("momentum", "second", "adam_m", "adam_v")
+_EIGEN, _CHOLESKY = {"mean", "vectors", "values"}, {"mean", "inverse"}
+_LISTED = 20
+_FIX = "resume with the settings it was saved with, or start K-FAC anew (kfac.resume: 'fresh')"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the configured direction takes from a layer's state.
+
+    Attributes:
+        direction: The direction.
+        solver: ``eigen`` or ``cholesky``.
+        moments: Names of the moments it keeps.
+        dtype: Compute dtype.
+    """
+
+    direction: str
+    solver: str
+    moments: tuple[str, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: KFACConfig, momentum: float, dtype: torch.dtype) -> Needs:
+        """From the settings and the momentum in force."""
+        moments = ["momentum"] if momentum > 0 else []
+        if config.direction in ("ekfac", "eigen_adam"):
+            moments.append("second")
+        if config.grafting == "adam":
+            moments += ["adam_m", "adam_v"]
+        return cls(config.direction, config.resolved_solver, tuple(moments), dtype)
+
+    def kept(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """A layer's saved entries without moments of another direction."""
+        dropped = {MOMENTS + name for name in KNOWN_MOMENTS if name not in self.moments}
+        return {key: value for key, value in saved.items() if key not in dropped}
+
+
+def signature(config: KFACConfig) -> dict[str, Any]:
+    """Settings that saved bases depend on."""
+    return {
+        "solver": config.resolved_solver,
+        "per_factor": config.direction == "orthogonal",
+        "damping_mode": config.damping_mode,
+    }
+
+
+def has_foreign_bases(state: LayerState, needs: Needs, *, same_damping: bool) -> bool:
+    """Whether a state's bases come from another solver, or carry another kind of damping.
+
+    Args:
+        state: The layer.
+        needs: What is configured.
+        same_damping: Saved with damping of the same kind, which Cholesky inverses contain.
+    """
+    for _, side in state.sides():
+        for basis in side.bases:
+            if basis is None:
+                continue
+            is_inverse = basis.inverse is not None
+            if is_inverse != (needs.solver == "cholesky") or (is_inverse and not same_damping):
+                return True
+    return False
+
+
+def check_layers(specs: Sequence[LayerSpec], saved: Any, needs: Needs) -> None:
+    """Check that saved states fit these layers, before any of them is used.
+
+    Args:
+        specs: The layers this rank owns.
+        saved: What ``state_dict()["layers"]`` held.
+        needs: What the configured direction takes.
+
+    Raises:
+        StateError: Missing or foreign layers or entries, tensors of another size or dtype,
+            numbers that are not finite, or moments of another direction (E302).
+    """
+    if not isinstance(saved, Mapping):
+        raise StateError("E302", f"saved K-FAC state has no layers but {type(saved).__name__}")
+    problems: list[str] = []
+    for spec in specs:
+        found = saved.get(spec.name)
+        if isinstance(found, Mapping):
+            problems += [f"layer {spec.name}: {text}" for text in _misfits(spec, found, needs)]
+        else:
+            problems.append(f"layer {spec.name}: missing")
+    names = {spec.name for spec in specs}
+    foreign = sorted(str(name) for name in saved if name not in names)
+    problems += [f"layer {name}: not one of this rank's layers" for name in foreign]
+    refuse(problems)
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raise one error that lists problems; nothing without any.
+
+    Raises:
+        StateError: There are problems (E302).
+    """
+    if not problems:
+        return
+    more = len(problems) - _LISTED
+    listed = "; ".join(problems[:_LISTED]) + (f"; and {more} more" if more > 0 else "")
+    raise StateError("E302", f"saved K-FAC state does not fit: {listed}")
+
+
+def _misfits(spec: LayerSpec, saved: Mapping[str, Any], needs: Needs) -> list[str]:
+    required, optional = _shapes(spec)
+    missing = [f"{key} is missing" for key in required if key not in saved]
+    problems = []
+    for key, value in saved.items():
+        if key not in required and key not in optional:
+            problems.append(f"{key} is unknown")
+        else:
+            expected = required.get(key, optional.get(key, ()))
+            problems += _misfit(key, value, expected, needs.dtype)
+    # Only where every entry is as expected can more be asked about them.
+    return missing + problems or [*_basis_misfits(spec, saved), *_moment_misfits(saved, needs)]
+
+
+def _misfit(key: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
+    found = tuple(getattr(value, "shape", ()))
+    name = key.rpartition(".")[2]
+    whole = name in ("fallbacks", "folded_at", "refreshed_at", "failures")
+    if found != shape:
+        yield f"{key} is {found}, expected {shape}"
+        return
+    if whole and type(value) is int:
+        value = torch.tensor(value)
+    expected = torch.int64 if whole else torch.float64 if name in ("updates", "weight") else dtype
+    if not isinstance(value, Tensor):
+        yield f"{key} is {value!r:.50}, expected a tensor"
+    elif value.dtype != expected:
+        yield f"{key} is {value.dtype}, expected {expected}"
+    elif not bool(torch.isfinite(value).all()):
+        yield f"{key} is not finite"
+    else:
+        lowest = {"folded_at": -1, "refreshed_at": -1}.get(name, 0)
+        if (whole or name in ("updates", "weight", "values")) and bool((value < lowest).any()):
+            yield f"{key} is below {lowest}"
+
+
+def _shapes(spec: LayerSpec) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Shapes of the entries that a saved layer has to have and of those that it may have."""
+    required: dict[str, tuple[int, ...]] = dict.fromkeys(SCALARS, ())
+    matrix = (spec.d_out, spec.columns)
+    optional: dict[str, tuple[int, ...]] = {MOMENTS + name: matrix for name in KNOWN_MOMENTS}
+    for prefix, n in _blocks(spec):
+        required[prefix + "total"] = (packed_numel(n),)
+        required |= {prefix + "weight": (), prefix + "failures": ()}
+        shapes = {"mean": (), "vectors": (n, n), "values": (n,), "inverse": (n, n)}
+        optional |= {f"{prefix}basis.{key}": shape for key, shape in shapes.items()}
+    return required, optional
+
+
+def _blocks(spec: LayerSpec) -> Iterator[tuple[str, int]]:
+    for name, blocks in (("a", spec.a_blocks), ("g", spec.g_blocks)):
+        for index, block in enumerate(blocks):
+            yield f"{name}.{index}.", block.size
+
+
+def _basis_misfits(spec: LayerSpec, saved: Mapping[str, Any]) -> Iterator[str]:
+    names = [item.name for item in fields(BlockBasis)]
+    for prefix, _ in _blocks(spec):
+        parts = {name for name in names if f"{prefix}basis.{name}" in saved}
+        if parts not in (set(), _EIGEN, _CHOLESKY):
+            yield f"{prefix}basis has only {', '.join(sorted(parts))}"
+
+
+def _moment_misfits(saved: Mapping[str, Any], needs: Needs) -> Iterator[str]:
+    if float(saved["updates"]) == 0:
+        return
+    lacking = [name for name in needs.moments if MOMENTS + name not in saved]
+    if not lacking:
+        return
+    inverses = any(key.endswith("basis.inverse") for key in saved)
+    if inverses and needs.solver == "eigen" and "second" in lacking:
+        yield (
+            f"holds Cholesky inverses; direction {needs.direction!r} needs second moments in an "
+            f"eigenbasis, which cannot be made from them: {_FIX}"
+        )
+    else:
+        names = ", ".join(MOMENTS + name for name in lacking)
+        yield f"{names} missing, which direction {needs.direction!r} as configured keeps: {_FIX}"
