@@ -30,9 +30,8 @@ def direction_flops(spec: LayerSpec, direction: str, solver: str) -> float:
         short, long = min(part, columns), max(part, columns)
         newton_schulz = NEWTON_SCHULZ_STEPS * (4.0 * short * short * long + 2.0 * short**3)
         return two_sided + spec.parts * newton_schulz
-    into_basis = 2 if solver == "eigen" else 1
-    second_moment = direction in ("ekfac", "eigen_adam")
-    return two_sided * (into_basis + second_moment)
+    # Into the eigenbasis and back, or one damped inverse on each side.
+    return two_sided * (2 if solver == "eigen" else 1)
 
 
 def step_flops(spec: LayerSpec, *, direction: str, solver: str, refresh_interval: int) -> float:
