@@ -154,6 +154,14 @@ def test_tiny_run_prints_the_table_and_writes_csv_and_png(
         assert (out / "step_cost.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_only_some_systems(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*TINY, "--rounds", "1", "--text", str(text), "--out", str(tmp_path)]
+    assert step_cost.main([*arguments, "--only", "ekfac", "orthog"]) == 0
+    with (tmp_path / "step_cost.csv").open(newline="") as stream:
+        found = {line["system"] for line in csv.DictReader(stream)}
+    assert found == {"ds_kfac ekfac", "ds_kfac orthogonal"}
+
+
 @pytest.mark.dist
 def test_tiny_run_on_two_ranks_reports_both(
     tmp_path: Path, text: Path, capfd: pytest.CaptureFixture[str]
@@ -204,6 +212,7 @@ def test_every_step_of_a_cycle_does_what_its_name_says() -> None:
         (["--tokens", "17"], "no multiple of --seq-len"),
         (["--kfac-pytorch", "nowhere"], "no checkout of kfac-pytorch"),
         (["--width", "65"], "not a multiple of heads"),
+        (["--only", "nothing"], "--only nothing names no system"),
     ],
 )
 def test_bad_arguments_are_one_clear_line(
