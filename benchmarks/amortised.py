@@ -15,7 +15,7 @@ INTERVALS = ((1, 1), (10, 10), (10, 100))
 """Applied steps between two captures and between two refreshes."""
 
 Cost = Mapping[str, float]
-"""Time of a step by ``total`` and part, in units of an AdamW step."""
+"""Time of a step by ``total``, ``wall`` and part, in units of an AdamW step."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class Row:
         inverse: Steps between two refreshes.
         total: Average step in AdamW steps: median over all cycles.
         quartiles: Quartiles of the same.
+        wall: Median of its wall time, in wall time of AdamW steps.
         parts: Medians by column, in AdamW steps.
     """
 
@@ -74,6 +75,7 @@ class Row:
     inverse: int
     total: float
     quartiles: tuple[float, float]
+    wall: float
     parts: Mapping[str, float]
 
     @property
@@ -102,7 +104,8 @@ def rows(
                 else totals * 3
             )
             parts = {name: statistics.median(mean[name] for mean in means) for name in COLUMNS}
-            table.append(Row(system, factor, inverse, middle, (low, high), parts))
+            wall = statistics.median(mean["wall"] for mean in means)
+            table.append(Row(system, factor, inverse, middle, (low, high), wall, parts))
     return table
 
 
@@ -113,13 +116,14 @@ def table_text(table: Sequence[Row], *, markdown: bool) -> str:
         table: Its rows.
         markdown: With pipes.
     """
-    header = ["system", "factor / inverse", "step", "quartiles", *COLUMNS]
+    header = ["system", "factor / inverse", "step", "quartiles", "wall", *COLUMNS]
     lines = [
         [
             row.system,
             f"{row.factor} / {row.inverse}",
             f"{row.total:.2f}",
             f"{row.quartiles[0]:.2f}-{row.quartiles[1]:.2f}",
+            f"{row.wall:.2f}",
             *(f"{row.parts[name]:.3f}" for name in COLUMNS),
         ]
         for row in table
@@ -157,12 +161,20 @@ def verdict(table: Sequence[Row], ours: str, theirs: str, *, goal: float = 0.5) 
 
 def write_csv(path: Path, table: Sequence[Row]) -> None:
     """Write the rows; all times in AdamW steps."""
-    header = ("system", "factor_interval", "inverse_interval", "total", "quartile1", "quartile3")
+    header = (
+        "system",
+        "factor_interval",
+        "inverse_interval",
+        "total",
+        "quartile1",
+        "quartile3",
+        "wall",
+    )
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow((*header, *COLUMNS))
         for row in table:
-            numbers = (row.total, *row.quartiles, *(row.parts[name] for name in COLUMNS))
+            numbers = (row.total, *row.quartiles, row.wall, *(row.parts[name] for name in COLUMNS))
             writer.writerow(
                 (row.system, row.factor, row.inverse, *(f"{number:.5f}" for number in numbers))
             )

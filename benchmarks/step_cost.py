@@ -6,6 +6,10 @@ All systems are trained in one process, block by block in turn, so that noise of
 all of them alike. Each block is measured in units of the AdamW steps right before and after it.
 Steps that only precondition, steps that also capture and steps that also refresh are measured
 apart and put together for every pair of intervals; every number is a median over all blocks.
+
+With ``--ranks N`` the systems train under DistributedDataParallel in N processes (gloo), each with
+its own ``--tokens``. Times are then means over the ranks; processor time counts the threads of the
+collectives of every system alike.
 """
 
 from __future__ import annotations
@@ -14,7 +18,9 @@ import argparse
 import importlib.util
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,9 +32,18 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from benchmarks import bars  # noqa: E402
-from benchmarks.amortised import Sample, rows, table_text, verdict, write_csv  # noqa: E402
-from benchmarks.parts import CLOCKS, PARTS, PartTimer  # noqa: E402
-from benchmarks.systems import BASELINE, CYCLE, DS_KFAC, PEER, System, build  # noqa: E402
+from benchmarks.amortised import INTERVALS, Sample, rows, table_text, verdict, write_csv  # noqa: E402
+from benchmarks.parts import CLOCKS, PartTimer  # noqa: E402
+from benchmarks.ranks import WALL, Ranks, rank_key, start  # noqa: E402
+from benchmarks.systems import (  # noqa: E402
+    BASELINE,
+    CYCLE,
+    DS_KFAC,
+    PEER,
+    System,
+    build,
+    import_kfac_pytorch,
+)
 from launch.data import Batches, DataError, load_text  # noqa: E402
 from launch.model import GPTConfig  # noqa: E402
 
@@ -44,11 +59,15 @@ class Meter:
     Args:
         clock: Returns seconds.
         batches: Where every system's step n gets its tokens.
+        ranks: Who trains together.
     """
 
-    def __init__(self, clock: Callable[[], float], batches: Batches) -> None:
+    def __init__(
+        self, clock: Callable[[], float], batches: Batches, ranks: Ranks | None = None
+    ) -> None:
         self._clock = clock
         self._batches = batches
+        self._ranks = ranks or Ranks()
         self._timer = PartTimer(clock)
 
     def cycle(self, system: System, first: int, count: int) -> list[Measured]:
@@ -60,33 +79,39 @@ class Meter:
             count: How many steps.
 
         Returns:
-            Seconds of each step: ``total`` and every part.
+            Seconds of each step, of all ranks together: ``total``, every part, ``wall``, and
+            the total of each rank.
         """
         result = []
         with self._timer.installed(system.functions):
             for step in range(first, first + count):
                 inputs, targets = self._tokens(step)
                 self._timer.reset()
-                start = self._clock()
+                wall, start = time.perf_counter(), self._clock()
                 system.step(inputs, targets)
-                result.append({"total": self._clock() - start, **self._timer.seconds})
-        return result
+                times = {"total": self._clock() - start, WALL: time.perf_counter() - wall}
+                result.append({**times, **self._timer.seconds})
+        return self._ranks.together(result)
 
     def _tokens(self, step: int) -> tuple[Tensor, Tensor]:
-        return next(self._batches.micro_batches(step, rank=0, world=1, count=1))
+        rank, world = self._ranks.rank, self._ranks.size
+        return next(self._batches.micro_batches(step, rank=rank, world=world, count=1))
 
 
-def cycle_sample(cycle: list[Measured], unit: float) -> Sample:
+def cycle_sample(cycle: list[Measured], unit: Measured) -> Sample:
     """One block as costs in AdamW steps.
 
     Args:
         cycle: Seconds of the steps of a cycle.
-        unit: Seconds of an AdamW step.
+        unit: Seconds of an AdamW step: ``total`` and ``wall``, which counts for wall times.
     """
 
     def mean(kind: str) -> dict[str, float]:
         steps = [step for step, found in zip(cycle, CYCLE, strict=True) if found == kind]
-        return {key: statistics.fmean(s[key] for s in steps) / unit for key in ("total", *PARTS)}
+        return {
+            key: statistics.fmean(s[key] for s in steps) / unit[WALL if key == WALL else "total"]
+            for key in steps[0]
+        }
 
     return Sample(mean("plain"), mean("capture"), mean("refresh"))
 
@@ -116,10 +141,11 @@ def measure(
         for system in (*others[shift:], *others[:shift]):
             cycle = meter.cycle(system, round_index * len(CYCLE), len(CYCLE))
             after = meter.cycle(baseline, next(steps), BASELINE_STEPS)
-            around = [step["total"] for step in (*before, *after)]
+            around = (*before, *after)
             if round_index > 0:
-                samples[system.name].append(cycle_sample(cycle, statistics.median(around)))
-                seconds += around
+                unit = {k: statistics.median(s[k] for s in around) for k in ("total", WALL)}
+                samples[system.name].append(cycle_sample(cycle, unit))
+                seconds += [step["total"] for step in around]
             before = after
         say(f"round {round_index} of {rounds}" + (" (warm-up)" if round_index == 0 else ""))
     return samples, statistics.median(seconds)
@@ -146,8 +172,12 @@ def parser() -> argparse.ArgumentParser:
         ("tokens", 2048, "per step"),
         ("rounds", 12, "measured blocks per system"),
         ("threads", 1, "of torch"),
+        ("ranks", 1, "processes"),
     ):
         cli.add_argument(f"--{name}", type=_positive, default=default, help=f"{text} ({default})")
+    cli.add_argument(
+        "--only", nargs="+", metavar="TEXT", help="systems whose names contain one of these"
+    )
     cli.add_argument("--clock", choices=sorted(CLOCKS), default="cpu", help="time taken (cpu)")
     cli.add_argument("--text", type=Path, help="file or folder (the standard library's sources)")
     cli.add_argument("--out", type=Path, default=Path("runs/step_cost"), help="output folder")
@@ -162,6 +192,21 @@ def _positive(value: str) -> int:
     return number
 
 
+@dataclass
+class Job:
+    """What every rank measures.
+
+    Attributes:
+        args: The command line.
+        sizes: Of the model.
+        text: Training bytes.
+    """
+
+    args: argparse.Namespace
+    sizes: GPTConfig
+    text: Tensor
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write.
 
@@ -174,29 +219,60 @@ def run(args: argparse.Namespace) -> int:
     sizes = GPTConfig(seq_len=args.seq_len, layers=args.layers, width=args.width, heads=heads)
     if args.tokens % args.seq_len:
         raise DataError(f"--tokens {args.tokens} is no multiple of --seq-len {args.seq_len}")
-    torch.set_num_threads(args.threads)
     text = load_text(args.text)
     text.require(args.seq_len)
-    batches = Batches(text.train, args.seq_len, args.tokens // args.seq_len, seed=0)
-    systems = build(sizes, kfac_pytorch=args.kfac_pytorch)
-    meter = Meter(CLOCKS[args.clock], batches)
-    samples, seconds = measure(
-        systems, meter, rounds=args.rounds, say=lambda t: print(t, file=sys.stderr, flush=True)
-    )
-    table = rows(samples)
-    numel = sum(p.numel() for p in systems[0].model.parameters())
+    if args.kfac_pytorch is not None:
+        import_kfac_pytorch(args.kfac_pytorch)
+    start(measure_and_report, Job(args, sizes, text.train), args.ranks)
+    return 0
+
+
+def measure_and_report(ranks: Ranks, job: Job) -> None:
+    """Measure on one rank; the first one reports."""
+    args = job.args
+    torch.set_num_threads(args.threads)
+    sequences = args.tokens // args.seq_len * ranks.size
+    batches = Batches(job.text, args.seq_len, sequences, seed=0)
+    systems = build(job.sizes, kfac_pytorch=args.kfac_pytorch, distributed=ranks.size > 1)
+    if args.only:
+        systems[1:] = [s for s in systems[1:] if any(text in s.name for text in args.only)]
+    if len(systems) == 1:
+        raise ValueError(f"--only {' '.join(args.only)} names no system")
+    meter = Meter(CLOCKS[args.clock], batches, ranks)
+    samples, seconds = measure(systems, meter, rounds=args.rounds, say=_progress(ranks))
+    if ranks.rank == 0:
+        numel = sum(p.numel() for p in systems[0].model.parameters())
+        report(job, samples, seconds, numel=numel)
+
+
+def _progress(ranks: Ranks) -> Callable[[str], None]:
+    def say(text: str) -> None:
+        if ranks.rank == 0:
+            print(text, file=sys.stderr, flush=True)
+
+    return say
+
+
+def report(job: Job, samples: dict[str, list[Sample]], seconds: float, *, numel: int) -> None:
+    """Print the table and the comparison, write CSV and PNG."""
+    args, table = job.args, rows(samples)
     title = (
-        f"{sizes.layers} layers of width {sizes.width} ({numel:,} parameters), "
-        f"{args.tokens} tokens per step"
+        f"{job.sizes.layers} layers of width {job.sizes.width} ({numel:,} parameters), "
+        f"{args.tokens} tokens per step" + (f" and rank, {args.ranks} ranks" * (args.ranks > 1))
     )
     print(f"{title}; {args.clock} time, {args.threads} thread(s), {args.rounds} cycles per system")
     print(f"unit: one {BASELINE} step, {seconds:.3f} s; medians\n")
     print(table_text(table, markdown=args.markdown) + "\n")
-    print(verdict(table, DS_KFAC, PEER))
+    if DS_KFAC in samples:
+        print(verdict(table, DS_KFAC, PEER))
     others = [(a, b) for b in samples if "pytorch" in b for a in samples if "pytorch" not in a]
     for ours, theirs in others:
         if (ours, theirs) != (DS_KFAC, PEER):
             print(f"  {verdict(table, ours, theirs)}")
+    if args.ranks > 1:
+        print("steps at (10,100) rank by rank:")
+        for name, cycles in samples.items():
+            print(f"  {name}: " + ", ".join(_rank_totals(cycles, args.ranks)))
     args.out.mkdir(parents=True, exist_ok=True)
     write_csv(args.out / "step_cost.csv", table)
     if importlib.util.find_spec("matplotlib") is None:
@@ -204,7 +280,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         bars.draw(args.out / "step_cost.png", table, title=title)
     print(f"written to {args.out}")
-    return 0
+
+
+def _rank_totals(cycles: list[Sample], size: int) -> list[str]:
+    means = [cycle.at(*INTERVALS[-1]) for cycle in cycles]
+    keys = [rank_key(rank) for rank in range(size)]
+    return [f"{statistics.median(mean[key] for mean in means):.2f}" for key in keys]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

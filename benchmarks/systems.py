@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ds_kfac
 import ds_kfac.preconditioner
@@ -38,6 +39,17 @@ NATURAL: dict[str, dict[str, Any]] = {
     "cholesky, 1/4 rows": {"solver": "cholesky", "factor_token_fraction": 0.25},
 }
 """Settings of direction ``natural`` by name; the last subsamples rows as ``configs/`` do."""
+
+PEERS: dict[str, dict[str, Any]] = {
+    "eigen": {"method": "eigen"},
+    "inverse": {"method": "inverse"},
+}
+"""Settings of kfac-pytorch by name."""
+
+DISTRIBUTED_PEERS: dict[str, dict[str, Any]] = {
+    "eigen, MEM_OPT": {"method": "eigen", "strategy": "MEM_OPT"}
+}
+"""With several ranks: by default each of them computes every direction, here only its own."""
 
 OWN_DIRECTIONS = ("orthogonal", "ekfac", "eigen_adam")
 """Measured with optimizer type KFAC; ``natural`` runs beside AdamW, as kfac-pytorch does."""
@@ -84,12 +96,15 @@ class System:
         self.optimizer.step()
 
 
-def build(sizes: GPTConfig, *, kfac_pytorch: Path | None) -> list[System]:
+def build(
+    sizes: GPTConfig, *, kfac_pytorch: Path | None, distributed: bool = False
+) -> list[System]:
     """Build every system, AdamW first.
 
     Args:
         sizes: The model's sizes.
         kfac_pytorch: Checkout of kfac-pytorch's repository, if it takes part.
+        distributed: Train under DistributedDataParallel in the default process group.
 
     Raises:
         ImportError: There is no kfac-pytorch at the path.
@@ -99,26 +114,29 @@ def build(sizes: GPTConfig, *, kfac_pytorch: Path | None) -> list[System]:
         "inv_update_steps": INVERSE_INTERVAL,
         "skip_layers": [SKIPPED],
     }
-    systems = [_adamw(BASELINE, GPT(sizes))]
-    systems += [
-        _natural(name, GPT(sizes), {**section, **settings}) for name, settings in NATURAL.items()
-    ]
-    systems += [_own_optimizer(GPT(sizes), {**section, "direction": d}) for d in OWN_DIRECTIONS]
+
+    def model() -> nn.Module:
+        return DistributedDataParallel(GPT(sizes)) if distributed else GPT(sizes)
+
+    systems = [_adamw(BASELINE, model())]
+    systems += [_natural(name, model(), {**section, **more}) for name, more in NATURAL.items()]
+    systems += [_own_optimizer(model(), {**section, "direction": d}) for d in OWN_DIRECTIONS]
     if kfac_pytorch is not None:
         package = import_kfac_pytorch(kfac_pytorch)
+        settings = {**PEERS, **(DISTRIBUTED_PEERS if distributed else {})}
         systems += [
-            _kfac_pytorch(f"kfac-pytorch {method}", GPT(sizes), package, method)
-            for method in ("eigen", "inverse")
+            _kfac_pytorch(f"kfac-pytorch {name}", model(), package, **more)
+            for name, more in settings.items()
         ]
     return systems
 
 
-def _adamw(name: str, model: GPT) -> System:
+def _adamw(name: str, model: nn.Module) -> System:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
     return System(name, model, optimizer)
 
 
-def _natural(name: str, model: GPT, section: dict[str, Any]) -> System:
+def _natural(name: str, model: nn.Module, section: dict[str, Any]) -> System:
     """The kfac section beside AdamW."""
     system = _adamw(f"ds_kfac natural {name}", model)
     ds_kfac.attach(model, system.optimizer, {**section, "direction": "natural"})
@@ -126,16 +144,21 @@ def _natural(name: str, model: GPT, section: dict[str, Any]) -> System:
     return system
 
 
-def _own_optimizer(model: GPT, params: dict[str, Any]) -> System:
+def _own_optimizer(model: nn.Module, params: dict[str, Any]) -> System:
     """Optimizer type KFAC, put together as the DeepSpeed host does it."""
     settings, rest = split_optimizer_params({"lr": LR, "weight_decay": 0.1, **params})
     config = ds_kfac.KFACConfig.parse(rest)
-    layers = discover(model, config).layers
+    bare = _bare(model)
+    layers = discover(bare, config).layers
     inside = {slot.name for spec in layers for slot in spec.slots}
-    optimizer = KFACOptimizer(param_groups(model.named_parameters(), inside, settings), settings)
+    optimizer = KFACOptimizer(param_groups(bare.named_parameters(), inside, settings), settings)
     ds_kfac.attach(model, optimizer, config)
     name = f"ds_kfac {config.direction}"
     return System(name, model, optimizer, functions=_ds_kfac_functions())
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _ds_kfac_functions() -> list[Wrapped]:
@@ -176,17 +199,23 @@ def import_kfac_pytorch(checkout: Path) -> Any:
         sys.path.remove(str(checkout))
 
 
-def _kfac_pytorch(name: str, model: GPT, package: Any, method: str) -> System:
-    """kfac-pytorch with its defaults beside AdamW; on one rank its strategies are all the same."""
+def _kfac_pytorch(
+    name: str, model: nn.Module, package: Any, *, method: str, strategy: str | None = None
+) -> System:
+    """kfac-pytorch with its defaults beside AdamW, but for what is given."""
     system = _adamw(name, model)
+    more = {}
+    if strategy is not None:
+        more["grad_worker_fraction"] = package.DistributedStrategy[strategy]
     preconditioner = package.KFACPreconditioner(
-        model,
+        _bare(model),
         factor_update_steps=FACTOR_INTERVAL,
         inv_update_steps=INVERSE_INTERVAL,
         lr=LR,
         compute_method=method,
         skip_layers=[f"^{SKIPPED}$"],
         loglevel=logging.DEBUG,
+        **more,
     )
     layer = package.KFACEigenLayer if method == "eigen" else package.KFACInverseLayer
     base = package.KFACBaseLayer
@@ -196,6 +225,7 @@ def _kfac_pytorch(name: str, model: GPT, package: Any, method: str) -> System:
         *(Wrapped("reduce", base, n) for n in ("update_a_factor", "update_g_factor")),
         *(Wrapped("reduce", base, n) for n in ("reduce_a_factor", "reduce_g_factor")),
         *(Wrapped("refresh", layer, n) for n in ("compute_a_inv", "compute_g_inv")),
+        *(Wrapped("exchange", layer, n) for n in ("broadcast_a_inv", "broadcast_g_inv")),
         Wrapped("exchange", base, "broadcast_grad"),
         Wrapped("direction", layer, "preconditioned_grad"),
         Wrapped("direction", package.KFACPreconditioner.__mro__[1], "_compute_grad_scale"),

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from ds_kfac.math import directions
-from ds_kfac.state import BlockBasis, LayerState
+from ds_kfac.state import IN_EIGENBASIS, BlockBasis, LayerState, momentum_name
+
+_Rates = tuple[float, float]
+"""Learning rates of weight and bias."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,12 @@ def direction(
     g: Tensor,
     settings: DirectionSettings,
     *,
-    rates: tuple[float, float] | None = None,
+    rates: _Rates | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute what replaces a layer's gradient, updating its moments.
 
     A layer whose gradient is zero everywhere was not used in this step: its direction is
-    zero and nothing about it changes. Nothing is read back to the host.
+    zero and nothing about it changes. Nothing is read back from an accelerator.
 
     Args:
         state: The layer at its owner.
@@ -57,42 +60,71 @@ def direction(
         ``sum of rate^2 <direction, m>``, where m is the (averaged) gradient that was
         preconditioned; zero where nobody asked for it.
     """
-    used = directions.largest(g) > 0
+    has_bias = state.spec.bias is not None
+    used: Tensor | bool = _flag(directions.largest(g) > 0)
+    if used is False:
+        return torch.zeros_like(g), _modelled_change(g, g, None, has_bias=has_bias)
     state.updates += used
-    m = _momentum(state, g, used, settings)
-    d = _FORMULAS[settings.direction](state, g, m, used, settings)
-    d = _replace_nonfinite(state, d, m, settings)
+    in_basis = settings.direction in IN_EIGENBASIS
+    x = _tilewise(state, g, _to_basis) if in_basis else g
+    m = _momentum(state, x, used, settings)
+    d = _FORMULAS[settings.direction](state, x, m, used, settings)
+    # A rotation changes no inner product, but it mixes the columns of weight and bias.
+    split = in_basis and has_bias and rates is not None and rates[0] != rates[1]
+    if split:
+        d, m = _tilewise(state, d, _from_basis), _tilewise(state, m, _from_basis)
+    change = _modelled_change(d, m, rates, has_bias=has_bias)
+    if in_basis and not split:
+        d = _tilewise(state, d, _from_basis)
+    d, change = _replace_nonfinite(state, d, change, g if in_basis else m, settings, rates)
     d = _graft(state, d, g, used, settings)
     if settings.direction == "orthogonal":
         d = directions.orthogonalise(d, state.spec.parts)
-    # Finite by now, so that a factor of zero clears it.
-    d = d.mul(used.to(d.dtype))
+    if isinstance(used, Tensor):
+        # Finite by now, so that a factor of zero clears it.
+        d, change = d.mul(used.to(d.dtype)), change.mul(used)
+    return d.clone() if d is g else d, change
+
+
+def _modelled_change(d: Tensor, m: Tensor, rates: _Rates | None, *, has_bias: bool) -> Tensor:
+    """``sum of rate^2 <d, m>``, 0-d fp64; zero without rates."""
     if rates is None:
-        return d, torch.zeros((), dtype=torch.float64, device=d.device)
-    return d, _modelled_change(d * m, rates, has_bias=state.spec.bias is not None)
-
-
-def _modelled_change(products: Tensor, rates: tuple[float, float], *, has_bias: bool) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=d.device)
     of_weight, of_bias = rates
+    products = d * m
     if not has_bias or of_bias == of_weight:
-        return torch.sum(products, dtype=torch.float64) * of_weight**2
+        # Rows in the dtype of the matrix: widening every element takes as long as the product.
+        return products.sum(dim=1).sum(dtype=torch.float64) * of_weight**2
     columns = torch.sum(products, dim=0, dtype=torch.float64)  # the bias is the last one
     return columns[:-1].sum() * of_weight**2 + columns[-1] * of_bias**2
 
 
-def _momentum(state: LayerState, g: Tensor, used: Tensor, settings: DirectionSettings) -> Tensor:
+def _flag(condition: Tensor) -> Tensor | bool:
+    """A condition as a bool where reading it is free; on an accelerator it stays there."""
+    return bool(condition) if condition.device.type == "cpu" else condition
+
+
+def _weight(used: Tensor | bool, weight: float, dtype: torch.dtype) -> Tensor | float:
+    """The weight of a new value in an average, 0 for an unused layer's."""
+    return used.to(dtype) * weight if isinstance(used, Tensor) else weight
+
+
+def _momentum(
+    state: LayerState, x: Tensor, used: Tensor | bool, settings: DirectionSettings
+) -> Tensor:
+    """The averaged gradient, in the coordinates of ``x``: a refresh moves those of a basis."""
     beta = settings.momentum
     if beta == 0.0:
-        return g
-    buffer = state.moment("momentum", g)
-    buffer.lerp_(g, used.to(g.dtype) * (1.0 - beta))
+        return x
+    buffer = state.moment(momentum_name(settings.direction), x)
+    buffer.lerp_(x, _weight(used, 1.0 - beta, x.dtype))
     if settings.direction == "eigen_adam":
-        return directions.debias(buffer, beta, state.updates.clamp(min=1.0)).to(g.dtype)
-    return directions.nesterov_blend(buffer, g, beta)
+        return directions.debias(buffer, beta, state.updates.clamp(min=1.0))
+    return directions.nesterov_blend(buffer, x, beta)
 
 
 def _natural(
-    state: LayerState, g: Tensor, m: Tensor, used: Tensor, settings: DirectionSettings
+    state: LayerState, x: Tensor, m: Tensor, used: Tensor | bool, settings: DirectionSettings
 ) -> Tensor:
     def tile(part: Tensor, basis_g: BlockBasis | None, basis_a: BlockBasis | None) -> Tensor:
         if basis_g is None or basis_a is None:
@@ -109,7 +141,7 @@ def _natural(
 
 
 def _whitened(
-    state: LayerState, g: Tensor, m: Tensor, used: Tensor, settings: DirectionSettings
+    state: LayerState, x: Tensor, m: Tensor, used: Tensor | bool, settings: DirectionSettings
 ) -> Tensor:
     def tile(part: Tensor, basis_g: BlockBasis | None, basis_a: BlockBasis | None) -> Tensor:
         for basis, left in ((basis_g, True), (basis_a, False)):
@@ -135,58 +167,78 @@ def _whiten(part: Tensor, basis: BlockBasis, settings: DirectionSettings, *, lef
 
 
 def _ekfac(
-    state: LayerState, g: Tensor, m: Tensor, used: Tensor, settings: DirectionSettings
+    state: LayerState, x: Tensor, m: Tensor, used: Tensor | bool, settings: DirectionSettings
 ) -> Tensor:
-    second = _second_moment(state, g, used, settings)
+    t = state.updates.clamp(min=1.0)
 
-    def tile(part: Tensor, s: Tensor, basis_g: BlockBasis, basis_a: BlockBasis) -> Tensor:
-        qg, _, qa, _ = _eigen(basis_g, basis_a)
+    def tile(part: Tensor, s: Tensor) -> Tensor:
+        beta2, damping = settings.betas[1], settings.damping
         return directions.ekfac(
-            part,
-            s,
-            state.updates.clamp(min=1.0),
-            qg,
-            qa,
-            beta2=settings.betas[1],
-            damping=settings.damping,
-            absolute=settings.absolute,
-        ).to(part.dtype)
+            part, s, t, beta2=beta2, damping=damping, absolute=settings.absolute
+        )
 
-    return _tilewise_with_moment(state, m, second, tile)
+    return _with_second_moment(state, x, m, used, settings, tile)
 
 
 def _eigen_adam(
-    state: LayerState, g: Tensor, m: Tensor, used: Tensor, settings: DirectionSettings
+    state: LayerState, x: Tensor, m: Tensor, used: Tensor | bool, settings: DirectionSettings
 ) -> Tensor:
-    second = _second_moment(state, g, used, settings)
+    t = state.updates.clamp(min=1.0)
 
-    def tile(part: Tensor, s: Tensor, basis_g: BlockBasis, basis_a: BlockBasis) -> Tensor:
-        qg, _, qa, _ = _eigen(basis_g, basis_a)
-        t = state.updates.clamp(min=1.0)
-        beta2 = settings.betas[1]
-        return directions.eigen_adam(part, s, t, qg, qa, beta2=beta2).to(part.dtype)
+    def tile(part: Tensor, s: Tensor) -> Tensor:
+        return directions.eigen_adam(part, s, t, beta2=settings.betas[1])
 
-    return _tilewise_with_moment(state, m, second, tile)
+    return _with_second_moment(state, x, m, used, settings, tile)
 
 
-def _second_moment(
-    state: LayerState, g: Tensor, used: Tensor, settings: DirectionSettings
+def _with_second_moment(
+    state: LayerState,
+    x: Tensor,
+    m: Tensor,
+    used: Tensor | bool,
+    settings: DirectionSettings,
+    compute: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    second = state.moment("second", g)
-    for rows, columns, basis_g, basis_a in _tiles(state):
+    """Update the second moment of the rotated gradient ``x`` and divide ``m`` by it."""
+    second = state.moment("second", x)
+    # An unused layer decays by 1: nothing of its zero gradient gets in.
+    beta2 = 1.0 - _weight(used, 1.0 - settings.betas[1], torch.float64)
+
+    def tile(
+        part: tuple[Tensor, Tensor, Tensor], basis_g: BlockBasis | None, basis_a: BlockBasis | None
+    ) -> Tensor:
+        xs, ms, seconds = part
         if basis_g is None or basis_a is None:
-            continue
-        qg, _, qa, _ = _eigen(basis_g, basis_a)
-        tile = second[rows, columns]
-        # An unused layer decays by 1: nothing of its zero gradient gets in.
-        beta2 = 1.0 - used.double() * (1.0 - settings.betas[1])
-        new = directions.second_moment_rotated_update(tile, g[rows, columns], qg, qa, beta2)
-        tile.copy_(new)
-    return second
+            return ms
+        directions.second_moment_update_(seconds, xs, beta2)
+        return compute(ms, seconds)
+
+    tiles = list(_tiles(state))
+    if len(tiles) == 1:
+        return tile((x, m, second), *tiles[0][2:])
+    result = torch.empty_like(m)
+    for rows, columns, *bases in tiles:
+        place = rows, columns
+        result[place] = tile((x[place], m[place], second[place]), *bases)
+    return result
+
+
+def _to_basis(part: Tensor, basis_g: BlockBasis | None, basis_a: BlockBasis | None) -> Tensor:
+    if basis_g is None or basis_a is None:
+        return part
+    qg, _, qa, _ = _eigen(basis_g, basis_a)
+    return directions.to_basis(part, qg, qa)
+
+
+def _from_basis(part: Tensor, basis_g: BlockBasis | None, basis_a: BlockBasis | None) -> Tensor:
+    if basis_g is None or basis_a is None:
+        return part
+    qg, _, qa, _ = _eigen(basis_g, basis_a)
+    return directions.from_basis(part, qg, qa)
 
 
 def _graft(
-    state: LayerState, d: Tensor, g: Tensor, used: Tensor, settings: DirectionSettings
+    state: LayerState, d: Tensor, g: Tensor, used: Tensor | bool, settings: DirectionSettings
 ) -> Tensor:
     if settings.grafting == "none":
         return d
@@ -194,21 +246,40 @@ def _graft(
         return directions.graft_rms(d).to(d.dtype)
     m, v = state.moment("adam_m", g), state.moment("adam_v", g)
     t = state.updates.clamp(min=1.0)
-    update = directions.adam_update_(g, m, v, t, settings.betas, used=used)
+    gate = used if isinstance(used, Tensor) else None
+    update = directions.adam_update_(g, m, v, t, settings.betas, used=gate)
     return directions.graft_norm(d, directions.frobenius_norm(update)).to(d.dtype)
 
 
 def _replace_nonfinite(
-    state: LayerState, d: Tensor, m: Tensor, settings: DirectionSettings
-) -> Tensor:
-    """Fall back to the plain gradient for this step; the length rule follows."""
-    finite = directions.largest(d) < torch.inf
-    state.fallbacks += ~finite
+    state: LayerState,
+    d: Tensor,
+    change: Tensor,
+    plain: Tensor,
+    settings: DirectionSettings,
+    rates: _Rates | None,
+) -> tuple[Tensor, Tensor]:
+    """Fall back to the plain gradient for this step; the length rule follows.
+
+    Args:
+        state: Counts it.
+        d: Direction.
+        change: Modelled change.
+        plain: Gradient, averaged where its average is at hand.
+        settings: Numbers in force.
+        rates: Learning rates of weight and bias for the modelled change.
+    """
+    finite = _flag(directions.largest(d) < torch.inf)
+    if finite is True:
+        return d, change
+    state.fallbacks += ~finite if isinstance(finite, Tensor) else 1
     # Adam in an eigenbasis has no length rule after it: the gradient gets Adam's usual RMS.
-    plain = directions.graft_rms(m).to(m.dtype) if settings.direction == "eigen_adam" else m
-    if finite.device.type == "cpu":  # where a flag is read for free
-        return d if finite else plain
-    return torch.where(finite, d, plain)
+    if settings.direction == "eigen_adam":
+        plain = directions.graft_rms(plain).to(d.dtype)
+    own = _modelled_change(plain, plain, rates, has_bias=state.spec.bias is not None)
+    if isinstance(finite, Tensor):
+        return torch.where(finite, d, plain), torch.where(finite, change, own)
+    return plain, own
 
 
 def _tiles(
@@ -233,29 +304,15 @@ def _tilewise(
     return result
 
 
-def _tilewise_with_moment(
-    state: LayerState,
-    m: Tensor,
-    second: Tensor,
-    compute: Callable[[Tensor, Tensor, BlockBasis, BlockBasis], Tensor],
-) -> Tensor:
-    result = torch.empty_like(m, memory_format=torch.contiguous_format)
-    for rows, columns, basis_g, basis_a in _tiles(state):
-        part = m[rows, columns]
-        if basis_g is None or basis_a is None:
-            result[rows, columns] = part
-        else:
-            result[rows, columns] = compute(part, second[rows, columns], basis_g, basis_a)
-    return result
-
-
 def _eigen(basis_g: BlockBasis, basis_a: BlockBasis) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     qg, dg, qa, da = basis_g.vectors, basis_g.values, basis_a.vectors, basis_a.values
     assert qg is not None and dg is not None and qa is not None and da is not None
     return qg, dg, qa, da
 
 
-_Formula = Callable[[LayerState, Tensor, Tensor, Tensor, DirectionSettings], Tensor]
+"""Directions whose gradient, momentum and second moment live in the eigenbasis."""
+
+_Formula = Callable[[LayerState, Tensor, Tensor, Tensor | bool, DirectionSettings], Tensor]
 _FORMULAS: dict[str, _Formula] = {
     "natural": _natural,
     "orthogonal": _whitened,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.errors import NumericalError
-from ds_kfac.math.directions import move_second_moment
+from ds_kfac.math.directions import from_basis, move_second_moment
 from ds_kfac.math.solvers import damped_inverses, eigen_bases
 from ds_kfac.plan.program import ReduceItem
 from ds_kfac.state import BlockBasis, LayerState, Side
@@ -126,7 +126,7 @@ def refresh(states: Sequence[LayerState], settings: RefreshSettings, *, step: in
             _decompose(jobs[start : start + chunk], settings)
     for state in states:
         state.refreshed_at = step
-        _carry_second_moment(state, *old[id(state)])
+        _carry_moments(state, *old[id(state)])
     _raise_if_hopeless(states, settings.max_failures)
     return sum(len(jobs) for jobs in by_size.values())
 
@@ -234,11 +234,11 @@ def _to(basis: BlockBasis, device: torch.device) -> BlockBasis:
     return BlockBasis(mean, own(basis.vectors), own(basis.values), own(basis.inverse))
 
 
-def _carry_second_moment(
+def _carry_moments(
     state: LayerState, old_a: list[BlockBasis | None], old_g: list[BlockBasis | None]
 ) -> None:
-    """Move second moments into the new eigenbasis, tile by tile."""
-    second = state.moments.get("second")
+    """Move what lives in the eigenbasis into the new one, tile by tile."""
+    second, momentum = (state.moments.get(name) for name in ("second", "rotated_momentum"))
     if second is None:
         return
     for rows, new_g, was_g in zip(state.g.blocks, state.g.bases, old_g, strict=True):
@@ -246,14 +246,20 @@ def _carry_second_moment(
             if new_g is was_g and new_a is was_a:
                 continue
             if new_g is None or new_a is None:
-                continue  # without both bases nothing was ever added to this tile
-            tile = second[rows.start : rows.end, columns.start : columns.end]
-            tile.copy_(move_second_moment(tile, _rotation(new_g, was_g), _rotation(new_a, was_a)))
+                continue  # without both bases nothing was rotated in this tile
+            # With one basis missing the tile was in plain coordinates on both sides.
+            both = was_g is not None and was_a is not None
+            turn_g = _rotation(new_g, was_g if both else None)
+            turn_a = _rotation(new_a, was_a if both else None)
+            tile = slice(*rows), slice(*columns)
+            second[tile] = move_second_moment(second[tile], turn_g, turn_a)
+            if momentum is not None:
+                momentum[tile] = from_basis(momentum[tile], turn_g, turn_a)
 
 
 def _rotation(new: BlockBasis, old: BlockBasis | None) -> Tensor:
     """``Q_new^T Q_old``; a missing basis is the identity."""
-    assert new.vectors is not None, "second moments exist only in an eigenbasis"
+    assert new.vectors is not None, "these moments exist only in an eigenbasis"
     if old is None or old.vectors is None:
         return new.vectors.mT
     return new.vectors.mT @ old.vectors

@@ -17,9 +17,16 @@ from ds_kfac.config import KFACConfig
 from ds_kfac.errors import StateError
 from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.math.packing import packed_numel
-from ds_kfac.state import MOMENTS, SCALARS, BlockBasis, LayerState
+from ds_kfac.state import (
+    IN_EIGENBASIS,
+    MOMENTS,
+    SCALARS,
+    BlockBasis,
+    LayerState,
+    momentum_name,
+)
 
-KNOWN_MOMENTS = ("momentum", "second", "adam_m", "adam_v")
+KNOWN_MOMENTS = ("momentum", "rotated_momentum", "second", "adam_m", "adam_v")
 _EIGEN, _CHOLESKY = {"mean", "vectors", "values"}, {"mean", "inverse"}
 _LISTED = 20
 _FIX = "resume with the settings it was saved with, or start K-FAC anew (kfac.resume: 'fresh')"
@@ -44,8 +51,8 @@ class Needs:
     @classmethod
     def of(cls, config: KFACConfig, momentum: float, dtype: torch.dtype) -> Needs:
         """From the settings and the momentum in force."""
-        moments = ["momentum"] if momentum > 0 else []
-        if config.direction in ("ekfac", "eigen_adam"):
+        moments = [momentum_name(config.direction)] if momentum > 0 else []
+        if config.direction in IN_EIGENBASIS:
             moments.append("second")
         if config.grafting == "adam":
             moments += ["adam_m", "adam_v"]

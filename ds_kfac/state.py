@@ -185,3 +185,10 @@ class LayerState:
 
 SCALARS = ("updates", "fallbacks", "folded_at", "refreshed_at")
 MOMENTS = "moments."
+IN_EIGENBASIS = ("ekfac", "eigen_adam")
+"""Directions whose moments live in the eigenbasis."""
+
+
+def momentum_name(direction: str) -> str:
+    """Name of a direction's gradient average: in plain coordinates or in the eigenbasis."""
+    return "rotated_momentum" if direction in IN_EIGENBASIS else "momentum"

@@ -21,6 +21,8 @@ Scalar = float | Tensor
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _NEWTON_SCHULZ_EPS = 1e-7
+# Columns per row from which two steps at once take fewer operations, with room for overhead.
+_PAIRED_ASPECT = 2
 _RMS = 0.2
 
 
@@ -49,7 +51,7 @@ def natural_eigen(m: Tensor, qg: Tensor, dg: Tensor, qa: Tensor, da: Tensor, lam
         ``[o, i]``.
     """
     divisors = torch.outer(dg, da).add_(lam)
-    return _from_basis(_divide(_to_basis(m, qg, qa), divisors), qg, qa)
+    return from_basis(_divide(to_basis(m, qg, qa), divisors), qg, qa)
 
 
 def natural_inverse(m: Tensor, ig: Tensor, ia: Tensor) -> Tensor:
@@ -57,70 +59,70 @@ def natural_inverse(m: Tensor, ig: Tensor, ia: Tensor) -> Tensor:
     return ig @ m @ ia
 
 
-def second_moment_rotated_update(
-    s: Tensor, g: Tensor, qg: Tensor, qa: Tensor, beta2: Scalar
-) -> Tensor:
-    """Returns ``beta2 * s + (1 - beta2) * (Qg^T g Qa)^2`` as a new tensor; ``s`` is unchanged."""
-    return _blend(s, _to_basis(g, qg, qa).square(), beta2)
+def to_basis(x: Tensor, qg: Tensor, qa: Tensor) -> Tensor:
+    """Coordinates in the eigenbasis, ``Qg^T x Qa``: ``[o, i]``."""
+    return qg.mT @ x @ qa
+
+
+def from_basis(x: Tensor, qg: Tensor, qa: Tensor) -> Tensor:
+    """The inverse of :func:`to_basis`, ``Qg x Qa^T``: ``[o, i]``."""
+    return qg @ x @ qa.mT
+
+
+def second_moment_update_(s: Tensor, rotated: Tensor, beta2: Scalar) -> Tensor:
+    """Updates ``s`` to ``beta2 * s + (1 - beta2) * rotated^2`` in place and returns it.
+
+    Args:
+        s: ``[o, i]``, running second moment.
+        rotated: ``[o, i]``, gradient in the eigenbasis (:func:`to_basis`).
+        beta2: decay; 1 leaves ``s`` as it is.
+    """
+    return s.lerp_(rotated.square(), _like(1.0 - beta2, s))
 
 
 def ekfac(
     m: Tensor,
     s: Tensor,
     t: int | Tensor,
-    qg: Tensor,
-    qa: Tensor,
     *,
     beta2: Scalar,
     damping: Scalar,
     absolute: bool = False,
 ) -> Tensor:
-    """EKFAC direction, ``Qg [(Qg^T m Qa) / (s_hat + lam)] Qa^T``.
+    """EKFAC direction in the eigenbasis, ``m / (s_hat + lam)``.
 
     Args:
-        m: ``[o, i]``, gradient or momentum.
+        m: ``[o, i]``, gradient or momentum, in the eigenbasis.
         s: ``[o, i]``, running second moment of the rotated gradient, this step included.
         t: number of updates ``s`` has seen, at least 1.
-        qg: ``[o, o]``, eigenvectors of G in columns.
-        qa: ``[i, i]``, eigenvectors of A in columns.
         beta2: decay of ``s``.
         damping: ``lam = damping * mean(s_hat)``, or ``lam = damping`` when ``absolute``.
         absolute: see ``damping``.
 
     Returns:
-        ``[o, i]``.
+        ``[o, i]``, a new tensor in the eigenbasis.
     """
     s_hat = debias(s, beta2, t)
     lam = damping if absolute else damping * s_hat.mean()
-    return _from_basis(_divide(_to_basis(m, qg, qa), s_hat + lam), qg, qa)
+    return _divide(m, s_hat.add_(_like(lam, s)))
 
 
 def eigen_adam(
-    m: Tensor,
-    v: Tensor,
-    t: int | Tensor,
-    qg: Tensor,
-    qa: Tensor,
-    *,
-    beta2: Scalar,
-    eps: Scalar = 1e-8,
+    m: Tensor, v: Tensor, t: int | Tensor, *, beta2: Scalar, eps: Scalar = 1e-8
 ) -> Tensor:
-    """Adam in the eigenbasis, ``Qg [(Qg^T m Qa) / (sqrt(v_hat) + eps)] Qa^T``.
+    """Adam in the eigenbasis, ``m / (sqrt(v_hat) + eps)``.
 
     Args:
-        m: ``[o, i]``, momentum, already bias-corrected (see :func:`debias`).
+        m: ``[o, i]``, momentum in the eigenbasis, already bias-corrected (see :func:`debias`).
         v: ``[o, i]``, running second moment of the rotated gradient, this step included.
         t: number of updates ``v`` has seen, at least 1.
-        qg: ``[o, o]``, eigenvectors of G in columns.
-        qa: ``[i, i]``, eigenvectors of A in columns.
         beta2: decay of ``v``.
         eps: added to the root.
 
     Returns:
-        ``[o, i]``.
+        ``[o, i]``, a new tensor in the eigenbasis.
     """
-    root = debias(v, beta2, t).sqrt()
-    return _from_basis(_divide(_to_basis(m, qg, qa), root + eps), qg, qa)
+    return _divide(m, debias(v, beta2, t).sqrt_().add_(_like(eps, v)))
 
 
 def move_second_moment(s: Tensor, rg: Tensor, ra: Tensor) -> Tensor:
@@ -156,14 +158,34 @@ def newton_schulz(u: Tensor, steps: int = 5) -> Tensor:
     x = x.mT if tall else x
     shape = x.shape
     x = x.reshape(-1, *shape[-2:])
-    for _ in range(steps):
+    while steps > 0:
+        # Two steps with one Gram matrix: the second one's is a polynomial of the first one's,
+        # which commutes with it. More than two would let its rounding errors grow.
+        if steps % 2 == 0 and x.shape[-1] > _PAIRED_ASPECT * x.shape[-2]:
+            x, steps = _two_quintic_steps(x), steps - 2
+            continue
         # Fused multiply-adds: the elementwise passes would cost a third of the products.
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
+        x, steps = torch.baddbmm(x, polynomial, x, beta=a), steps - 1
     x = x.reshape(shape)
     result: Tensor = x.mT if tall else x
     return result
+
+
+def _two_quintic_steps(x: Tensor) -> Tensor:
+    """``p(B2) p(B1) x`` with ``p(B) = a I + b B + c B^2``, ``B1 = x x^T``, ``B2 = p(B1)^2 B1``."""
+    first = x @ x.mT
+    p = _quintic_factor(first)
+    second = p @ first @ p
+    return (_quintic_factor(second) @ p) @ x
+
+
+def _quintic_factor(gram: Tensor) -> Tensor:
+    a, b, c = _NEWTON_SCHULZ
+    polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+    polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
+    return polynomial
 
 
 def orthogonalise(u: Tensor, parts: int = 1) -> Tensor:
@@ -183,7 +205,7 @@ def orthogonalise(u: Tensor, parts: int = 1) -> Tensor:
     if parts < 1 or rows % parts:
         raise ValueError(f"{rows} rows do not split into {parts} equal parts")
     stacked = newton_schulz(u.reshape(parts, rows // parts, cols))
-    return (stacked * (_RMS * math.sqrt(max(rows // parts, cols)))).reshape(rows, cols)
+    return stacked.mul_(_RMS * math.sqrt(max(rows // parts, cols))).reshape(rows, cols)
 
 
 def graft_rms(d: Tensor) -> Tensor:
@@ -267,27 +289,23 @@ def largest(x: Tensor) -> Tensor:
 
 def _blend(old: Tensor, new: Tensor, decay: Scalar) -> Tensor:
     """``decay * old + (1 - decay) * new`` in one pass."""
-    weight = 1.0 - decay
-    return torch.lerp(old, new, weight.to(old.dtype) if isinstance(weight, Tensor) else weight)
+    return torch.lerp(old, new, _like(1.0 - decay, old))
 
 
-def _to_basis(x: Tensor, qg: Tensor, qa: Tensor) -> Tensor:
-    return qg.mT @ x @ qa
-
-
-def _from_basis(x: Tensor, qg: Tensor, qa: Tensor) -> Tensor:
-    return qg @ x @ qa.mT
+def _like(scalar: Scalar, like: Tensor) -> Scalar:
+    """A scalar that in-place operations on ``like`` accept."""
+    return scalar.to(like.dtype) if isinstance(scalar, Tensor) else scalar
 
 
 def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Quotient that is 0 where the denominator is 0; NaN denominators stay visible.
 
-    Works by the reciprocal, in place of both arguments, because masks take several times as
+    Works by the reciprocal, in place of the denominator, because masks take several times as
     long as the quotient; a denominator whose reciprocal is infinite (below 3e-39 in fp32) counts
     as 0.
     """
     factor = denominator.reciprocal_().nan_to_num_(nan=math.nan, posinf=0.0, neginf=0.0)
-    return numerator.mul_(factor)
+    return factor.mul_(numerator)
 
 
 def _bias_correction(beta: Scalar, t: int | Tensor) -> Scalar:

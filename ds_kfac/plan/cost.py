@@ -27,12 +27,18 @@ def direction_flops(spec: LayerSpec, direction: str, solver: str) -> float:
     two_sided = 2.0 * rows * columns * (block_row + block_column)
     if direction == "orthogonal":
         part = rows // spec.parts
-        short, long = min(part, columns), max(part, columns)
-        newton_schulz = NEWTON_SCHULZ_STEPS * (4.0 * short * short * long + 2.0 * short**3)
-        return two_sided + spec.parts * newton_schulz
-    into_basis = 2 if solver == "eigen" else 1
-    second_moment = direction in ("ekfac", "eigen_adam")
-    return two_sided * (into_basis + second_moment)
+        return two_sided + spec.parts * _newton_schulz_flops(min(part, columns), max(part, columns))
+    # Into the eigenbasis and back, or one damped inverse on each side.
+    return two_sided * (2 if solver == "eigen" else 1)
+
+
+def _newton_schulz_flops(short: int, long: int) -> float:
+    """A Gram matrix, its polynomial and its product; wide matrices take most steps in pairs."""
+    pairs = NEWTON_SCHULZ_STEPS // 2 if long > 2 * short else 0
+    large = 4.0 * short * short * long
+    return (NEWTON_SCHULZ_STEPS - 2 * pairs) * (large + 2.0 * short**3) + pairs * (
+        large + 10.0 * short**3
+    )
 
 
 def step_flops(spec: LayerSpec, *, direction: str, solver: str, refresh_interval: int) -> float:

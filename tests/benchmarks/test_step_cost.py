@@ -18,12 +18,13 @@ from benchmarks import step_cost, systems
 from benchmarks.amortised import COLUMNS, INTERVALS, Row, Sample, rows, table_text, verdict
 from benchmarks.bars import draw
 from benchmarks.parts import PARTS, PartTimer, Wrapped
+from benchmarks.ranks import Ranks, combine
 from launch.data import Batches
 from launch.model import GPTConfig
 
 
 def cost(total: float, **parts: float) -> dict[str, float]:
-    return {"total": total, **dict.fromkeys(PARTS, 0.0), **parts}
+    return {"total": total, "wall": total, **dict.fromkeys(PARTS, 0.0), **parts}
 
 
 def made_up() -> Sample:
@@ -64,7 +65,7 @@ def test_rows_hold_medians_and_quartiles_of_the_cycles() -> None:
 
 def row(system: str, total: float, pair: tuple[int, int] = INTERVALS[-1]) -> Row:
     parts = dict.fromkeys(COLUMNS, 0.0) | {"direction": total, "rest": -1.0}
-    return Row(system, *pair, total, (total, total), parts)
+    return Row(system, *pair, total, (total, total), total, parts)
 
 
 def test_verdict_compares_extra_times_at_the_last_intervals() -> None:
@@ -80,7 +81,7 @@ def test_table_is_valid_markdown_or_aligned_text() -> None:
     table = [row("a system", 1.5, pair) for pair in INTERVALS]
     lines = table_text(table, markdown=True).splitlines()
     assert len(lines) == 2 + len(table)
-    assert {line.count("|") for line in lines} == {5 + len(COLUMNS)}
+    assert {line.count("|") for line in lines} == {6 + len(COLUMNS)}
     assert lines[0].split("|")[-2].strip() == "rest"
     plain = table_text(table, markdown=False).splitlines()
     assert len(plain) == 1 + len(table) and len({len(line) for line in plain}) == 1
@@ -153,6 +154,43 @@ def test_tiny_run_prints_the_table_and_writes_csv_and_png(
         assert (out / "step_cost.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_only_some_systems(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*TINY, "--rounds", "1", "--text", str(text), "--out", str(tmp_path)]
+    assert step_cost.main([*arguments, "--only", "ekfac", "orthog"]) == 0
+    with (tmp_path / "step_cost.csv").open(newline="") as stream:
+        found = {line["system"] for line in csv.DictReader(stream)}
+    assert found == {"ds_kfac ekfac", "ds_kfac orthogonal"}
+
+
+@pytest.mark.dist
+def test_tiny_run_on_two_ranks_reports_both(
+    tmp_path: Path, text: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*TINY, "--rounds", "1", "--text", str(text), "--out", str(tmp_path)]
+    assert step_cost.main([*arguments, "--ranks", "2"]) == 0
+    printed = capfd.readouterr().out
+    assert "16 tokens per step and rank, 2 ranks" in printed
+    steps = printed.split("rank by rank:\n")[1].splitlines()
+    names = [*(f"natural {name}" for name in systems.NATURAL), *systems.OWN_DIRECTIONS]
+    for name, line in zip(names, steps, strict=False):
+        label, numbers = line.rsplit(": ", 1)
+        assert label.strip() == f"ds_kfac {name}"
+        assert all(float(number) > 0 for number in numbers.split(", ")) and "," in numbers
+    with (tmp_path / "step_cost.csv").open(newline="") as stream:
+        lines = list(csv.DictReader(stream))
+    assert len(lines) == len(INTERVALS) * len(names)
+    # With one block, one of two ranks may own nothing to fold or refresh, never both.
+    assert all(float(line[name]) > 0 for line in lines for name in PARTS)
+
+
+def test_ranks_are_means_of_processor_time_and_the_longest_wall_time() -> None:
+    found = combine([{"total": 1.0, "wall": 5.0, "x": 0.0}, {"total": 3.0, "wall": 4.0, "x": 1.0}])
+    assert found == {"total": 2.0, "wall": 5.0, "x": 0.5, "rank 0": 1.0, "rank 1": 3.0}
+    assert Ranks().together([{"total": 1.0, "wall": 2.0}]) == [
+        {"total": 1.0, "wall": 2.0, "rank 0": 1.0}
+    ]
+
+
 def test_every_step_of_a_cycle_does_what_its_name_says() -> None:
     """Blocks start where the counters of the systems stand: at a multiple of the cycle."""
     data = (torch.arange(400) % 251).to(torch.uint8)
@@ -174,6 +212,7 @@ def test_every_step_of_a_cycle_does_what_its_name_says() -> None:
         (["--tokens", "17"], "no multiple of --seq-len"),
         (["--kfac-pytorch", "nowhere"], "no checkout of kfac-pytorch"),
         (["--width", "65"], "not a multiple of heads"),
+        (["--only", "nothing"], "--only nothing names no system"),
     ],
 )
 def test_bad_arguments_are_one_clear_line(

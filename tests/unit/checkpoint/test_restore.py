@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ds_kfac.errors import StateError
+from ds_kfac.state import momentum_name
 from tests.unit.checkpoint.training import DIRECTIONS, assert_identical, make
 
 EVERY_STEP = {"factor_update_steps": 1, "inv_update_steps": 1}
@@ -76,7 +77,7 @@ def test_moments_that_the_settings_keep_must_be_there(direction: str) -> None:
         kept["grafting"] = "adam"
     state = state_after(2, kept)
     names = [key for key in state["layers"]["0"] if key.startswith("moments.")]
-    assert "moments.momentum" in names
+    assert "moments." + momentum_name(direction) in names
     for name in names:
         damaged = copy.deepcopy(state)
         del damaged["layers"]["0"][name]

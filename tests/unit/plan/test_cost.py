@@ -32,9 +32,12 @@ def test_directions_by_hand() -> None:
     two_sided = 2 * 4 * 3 * (4 + 3)
     assert direction_flops(spec, "natural", "cholesky") == two_sided
     assert direction_flops(spec, "natural", "eigen") == 2 * two_sided
-    assert direction_flops(spec, "ekfac", "eigen") == 3 * two_sided
+    assert direction_flops(spec, "ekfac", "eigen") == 2 * two_sided
     newton_schulz = 5 * (4 * 3 * 3 * 4 + 2 * 27)
     assert direction_flops(spec, "orthogonal", "cholesky") == two_sided + newton_schulz
+    wide = make_spec(d_out=2, d_in=5, bias=False)  # one step, then two pairs
+    newton_schulz = 3 * (4 * 2 * 2 * 5) + 2 * 8 + 2 * 10 * 8
+    assert direction_flops(wide, "orthogonal", "cholesky") == 2 * 2 * 5 * 7 + newton_schulz
     fused = make_spec(d_out=6, d_in=3, bias=False, parts=3)
     parts = 3 * 5 * (4 * 2 * 2 * 3 + 2 * 8)
     assert direction_flops(fused, "orthogonal", "cholesky") == 2 * 18 * 9 + parts
