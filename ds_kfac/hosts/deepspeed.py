@@ -18,13 +18,19 @@ from ds_kfac.comm.ledger import Ledger
 from ds_kfac.comm.vote import raise_everywhere
 from ds_kfac.config import KFACConfig, OptimizerConfig
 from ds_kfac.errors import ConfigError
-from ds_kfac.hosts import deepspeed_config, deepspeed_pipe, deepspeed_support
+from ds_kfac.hosts import (
+    deepspeed_config,
+    deepspeed_pipe,
+    deepspeed_support,
+    deepspeed_tensor,
+)
 from ds_kfac.hosts.apex import fused_adam
 from ds_kfac.hosts.base import Gradients, Groups
 from ds_kfac.hosts.compatibility import check_base_optimizer, is_own_optimizer
 from ds_kfac.hosts.deepspeed_patch import original_initialize
 from ds_kfac.hosts.deepspeed_zero import storage_of
 from ds_kfac.layers.discover import discover
+from ds_kfac.layers.shards import TensorCut
 from ds_kfac.optimizer import KFACOptimizer, param_groups
 from ds_kfac.plan.topology import Layout
 from ds_kfac.preconditioner import KFAC
@@ -108,8 +114,7 @@ def attach_engine(engine: Any, config: KFACConfig) -> KFAC:
         raise ConfigError("E212", "this engine has K-FAC already; call engine.kfac.detach() first")
     deepspeed_support.check_engine(engine)
     check_base_optimizer(engine.basic_optimizer, config)
-    is_stage = deepspeed_pipe.is_pipeline(engine.module)
-    host = PipelineHost(engine) if is_stage else DeepSpeedHost(engine)
+    host = _host_of(engine)
     own = is_own_optimizer(engine.basic_optimizer)
     if own and engine.global_steps == 0:
         host.forget_rehearsal()
@@ -120,6 +125,12 @@ def attach_engine(engine: Any, config: KFACConfig) -> KFAC:
     engine.kfac = kfac
     kfac.on_detach(lambda: setattr(engine, "kfac", None))
     return kfac
+
+
+def _host_of(engine: Any) -> DeepSpeedHost:
+    if deepspeed_pipe.is_pipeline(engine.module):
+        return PipelineHost(engine)
+    return TensorHost(engine) if deepspeed_tensor.is_cut(engine) else DeepSpeedHost(engine)
 
 
 class DeepSpeedHost:
@@ -260,6 +271,32 @@ class PipelineHost(DeepSpeedHost):
             yield
 
 
+class TensorHost(DeepSpeedHost):
+    """A DeepSpeed engine with AutoTP and ZeRO stage 0 to 2.
+
+    Args:
+        engine: The initialised engine.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.groups = deepspeed_tensor.tensor_groups(engine)
+        self._tensor_rank = torch.distributed.get_rank(self.groups.tensor)
+
+    def tensor_cut(self, *, blocks: bool) -> TensorCut | None:
+        """Modules that AutoTP has cut."""
+        return deepspeed_tensor.tensor_cut(self.model, blocks=blocks)
+
+    def gradients(self) -> Gradients:
+        """As the engine stores them, and what of them counts in the model's norm."""
+        return deepspeed_tensor.shared_gradients(
+            super().gradients(),
+            model=self.model,
+            ranks=self._ranks,
+            tensor_rank=self._tensor_rank,
+        )
+
+
 def _wrap_step(engine: Any, kfac: KFAC, host: DeepSpeedHost) -> None:
     original = engine._take_model_step
 
@@ -307,17 +344,23 @@ def _bring_optimizer(
         for name, param in model.named_parameters()
         if param.requires_grad and (chosen is None or id(param) in chosen)
     ]
-    table = discover(
-        model,
-        settings,
-        optimized={name for name, _ in trainable},
-        excluded=deepspeed_pipe.tied_modules(model),
-        whole=not deepspeed_pipe.is_pipeline(model),
-    )
-    inside = {slot.name for spec in table.layers for slot in spec.slots}
+
+    def inside() -> set[str]:
+        table = discover(
+            model,
+            settings,
+            optimized={name for name, _ in trainable},
+            excluded=deepspeed_pipe.tied_modules(model),
+            whole=not deepspeed_pipe.is_pipeline(model),
+            tensor=deepspeed_tensor.tensor_cut(model, blocks=settings.tensor_parallel == "block"),
+        )
+        return {slot.name for spec in table.layers for slot in spec.slots}
+
+    inside()  # what is wrong with the model is said before the engine is built
 
     def build(_: Any) -> KFACOptimizer:
-        return KFACOptimizer(param_groups(trainable, inside, optimizer), optimizer)
+        # By now AutoTP has replaced modules, and may have left others to the base optimizer.
+        return KFACOptimizer(param_groups(trainable, inside(), optimizer), optimizer)
 
     arguments["optimizer"] = build
     arguments["model_parameters"] = [param for _, param in trainable]
