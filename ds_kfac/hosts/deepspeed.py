@@ -281,7 +281,11 @@ class TensorHost(DeepSpeedHost):
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         self.groups = deepspeed_tensor.tensor_groups(engine)
-        self._tensor_rank = torch.distributed.get_rank(self.groups.tensor)
+        tensor = Communicator(self.groups.tensor, Ledger())
+        self._tensor_rank = tensor.rank
+        # The engine drops parameters of which this rank has an empty shard from its groups.
+        for index in tensor.gather_objects(self._group_index):
+            self._group_index = {**index, **self._group_index}
 
     def tensor_cut(self, *, blocks: bool) -> TensorCut | None:
         """Modules that AutoTP has cut."""

@@ -16,8 +16,9 @@ import ds_kfac
 from tests._harness import collectives, deepspeed_cpu
 
 STEPS = 4
-BATCH, TOKENS = 8, 5
-WIDTH, INNER, HEADS, VOCABULARY = 16, 20, 4, 16
+BATCH, TOKENS = 8, 8
+WIDTH, INNER = 8, 10  # of the net; 10 features cannot be cut evenly over 4 ranks
+HIDDEN, MLP, HEADS, VOCABULARY = 16, 20, 4, 16  # of the Llama
 LR, DECAY, AUX_LR = 0.05, 0.01, 0.02
 INTERVALS = {"factor_update_steps": 1, "inv_update_steps": 2, "factor_decay": 0.9}
 LAYERS = ("block.qkv", "block.proj", "block.up", "block.down", "out")
@@ -80,7 +81,7 @@ class Net(nn.Module):
         super().__init__()
         self.gain = nn.Parameter(torch.linspace(0.8, 1.2, WIDTH))
         self.block = Block()
-        self.out = nn.Linear(WIDTH, 3)
+        self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.block(self.gain * x))
@@ -99,43 +100,47 @@ PARTITION = {
 def make_model(cell: Cell) -> nn.Module:
     """The cell's model with its initial weights, whole."""
     torch.manual_seed(7)
-    if cell.model == "net":
-        model: nn.Module = Net()
-    else:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=WIDTH,
-            intermediate_size=INNER,
-            num_hidden_layers=1,
-            num_attention_heads=HEADS,
-            num_key_value_heads=cell.kv_heads,
-            max_position_embeddings=TOKENS,
-            use_cache=False,
-            initializer_range=0.3,
-        )
-        model = LlamaForCausalLM(config)
-        if cell.checkpointing:
-            model.gradient_checkpointing_enable()
+    model = Net() if cell.model == "net" else _language_model(cell)
     for name in cell.frozen:
         model.get_submodule(name).requires_grad_(False)
+    return model
+
+
+def _language_model(cell: Cell) -> nn.Module:
+    import transformers
+
+    family = {"llama": "Llama", "phi": "Phi3"}[cell.model]
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=MLP,
+        num_hidden_layers=1,
+        num_attention_heads=HEADS,
+        num_key_value_heads=cell.kv_heads,
+        max_position_embeddings=TOKENS,
+        pad_token_id=0,
+        use_cache=False,
+        initializer_range=0.3,
+    )
+    model: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config)
+    if cell.checkpointing:
+        model.gradient_checkpointing_enable()
     return model
 
 
 def batch(cell: Cell, step: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of the whole step."""
     generator = torch.Generator().manual_seed(100 + step)
-    if cell.model == "llama":
+    if cell.model != "net":
         ids = torch.randint(0, VOCABULARY, (BATCH, TOKENS), generator=generator)
         return ids, ids
     x = torch.randn(BATCH, TOKENS, WIDTH, generator=generator)
-    return x, torch.randn(BATCH, TOKENS, 3, generator=generator)
+    return x, torch.randn(BATCH, TOKENS, WIDTH, generator=generator)
 
 
 def loss_of(model: Any, cell: Cell, x: Tensor, y: Tensor) -> Tensor:
     """Mean over the sequences of the (micro-)batch."""
-    if cell.model == "llama":
+    if cell.model != "net":
         return model(input_ids=x, labels=y).loss
     output = model(x.bfloat16() if cell.dtype == "bf16" else x)
     return 0.5 * (output.float() - y).square().sum() / len(x)
