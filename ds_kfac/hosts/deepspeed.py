@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ds_kfac.comm.communicator import Communicator
 from ds_kfac.comm.ledger import Ledger
 from ds_kfac.comm.vote import raise_everywhere
-from ds_kfac.config import KFACConfig, OptimizerConfig
+from ds_kfac.config import KFACConfig
 from ds_kfac.errors import ConfigError
 from ds_kfac.hosts import (
     deepspeed_config,
@@ -24,14 +24,12 @@ from ds_kfac.hosts import (
     deepspeed_support,
     deepspeed_tensor,
 )
-from ds_kfac.hosts.apex import fused_adam
 from ds_kfac.hosts.base import Gradients, Groups
 from ds_kfac.hosts.compatibility import check_base_optimizer, is_own_optimizer
+from ds_kfac.hosts.deepspeed_optimizer import bring_fused_adam, bring_own
 from ds_kfac.hosts.deepspeed_patch import original_initialize
 from ds_kfac.hosts.deepspeed_zero import storage_of
-from ds_kfac.layers.discover import discover
 from ds_kfac.layers.shards import TensorCut
-from ds_kfac.optimizer import KFACOptimizer, param_groups
 from ds_kfac.plan.topology import Layout
 from ds_kfac.preconditioner import KFAC
 
@@ -96,9 +94,9 @@ def _prepare(
             return None, None
         deepspeed_support.check_config(config)
         if request.optimizer is not None:
-            _bring_optimizer(arguments, config, request.config, request.optimizer)
+            bring_own(arguments, config, request.config, request.optimizer)
         elif deepspeed_config.names_fused_adam(config) and arguments.get("optimizer") is None:
-            _bring_fused_adam(arguments, config)
+            bring_fused_adam(arguments, config)
     except Exception as error:
         return None, error
     return request, None
@@ -332,53 +330,6 @@ def _wrap_destroy(engine: Any, kfac: KFAC) -> None:
 
     engine.destroy = destroy
     kfac.on_detach(lambda: engine.__dict__.pop("destroy", None))
-
-
-def _bring_optimizer(
-    arguments: dict[str, Any],
-    config: dict[str, Any],
-    settings: KFACConfig,
-    optimizer: OptimizerConfig,
-) -> None:
-    """Hand ds_kfac's element-wise optimizer to DeepSpeed as a client optimizer."""
-    model: nn.Module = arguments["model"]
-    chosen = deepspeed_support.chosen_parameters(arguments)
-    trainable = [
-        (name, param)
-        for name, param in model.named_parameters()
-        if param.requires_grad and (chosen is None or id(param) in chosen)
-    ]
-
-    def inside() -> set[str]:
-        table = discover(
-            model,
-            settings,
-            optimized={name for name, _ in trainable},
-            excluded=deepspeed_pipe.tied_modules(model),
-            whole=not deepspeed_pipe.is_pipeline(model),
-            tensor=deepspeed_tensor.tensor_cut(model, blocks=settings.tensor_parallel == "block"),
-        )
-        return {slot.name for spec in table.layers for slot in spec.slots}
-
-    inside()  # what is wrong with the model is said before the engine is built
-
-    def build(_: Any) -> KFACOptimizer:
-        # By now AutoTP has replaced modules, and may have left others to the base optimizer.
-        return KFACOptimizer(param_groups(trainable, inside(), optimizer), optimizer)
-
-    arguments["optimizer"] = build
-    arguments["model_parameters"] = [param for _, param in trainable]
-    deepspeed_config.replace_config(
-        arguments, deepspeed_config.without_kfac(config, drop_optimizer=True)
-    )
-
-
-def _bring_fused_adam(arguments: dict[str, Any], config: dict[str, Any]) -> None:
-    """DeepSpeed knows no type FusedAdam in a JSON: build NVIDIA Apex's as a client optimizer."""
-    arguments["optimizer"] = fused_adam(dict(config["optimizer"].get("params") or {}))
-    deepspeed_config.replace_config(
-        arguments, deepspeed_config.without_kfac(config, drop_optimizer=True)
-    )
 
 
 def _group_index(engine: Any) -> dict[str, int]:

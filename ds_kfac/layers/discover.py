@@ -44,9 +44,7 @@ def discover(
             skip pattern (E134), ``strict_layers`` finds unsupported modules (E131), or a lazy
             module has not seen an input yet (E136).
     """
-    uses = Counter(
-        id(param) for module in model.modules() for param in module.parameters(recurse=False)
-    )
+    uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     inside_attention = _attention_projections(model)
     kept_out = {**(excluded or {}), **(tensor.left_out if tensor else {})}
     layers: list[LayerSpec] = []
@@ -58,8 +56,7 @@ def discover(
         if not list(module.parameters(recurse=False)):
             continue
         _require_shapes(name, module)
-        # What is left of a cut layer is a matrix product, whatever its class.
-        kind = KINDS["linear"] if tensor and name in tensor.modules else kind_of(module)
+        kind = _kind(name, module, tensor)
         reason = _kept_out(name, kept_out) or _reason_left_out(
             name, module, kind, config, uses, inside_attention, tensor
         )
@@ -78,6 +75,11 @@ def discover(
     table = LayerTable(tuple(layers), tuple(left_out), _unmatched(model, config.skip_layers))
     _check(table, unsupported if config.strict_layers else [], whole=whole)
     return table
+
+
+def _kind(name: str, module: nn.Module, tensor: TensorCut | None) -> LayerKind | None:
+    # What is left of a cut layer is a matrix product, whatever its class.
+    return KINDS["linear"] if tensor and name in tensor.modules else kind_of(module)
 
 
 def _is_missed(
