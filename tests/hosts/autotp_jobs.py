@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_kfac
+from ds_kfac.capture import session
 from tests._harness import collectives, deepspeed_cpu
 
 STEPS = 4
@@ -40,6 +42,8 @@ class Cell:
         extra: Settings of ``tensor_parallel``.
         kv_heads: Key-value heads of the Llama.
         checkpointing: Recompute activations (Llama).
+        steps: Optimizer steps.
+        bad: Before this step comes another one with NaN in its batch.
     """
 
     kfac: dict[str, Any] = field(hash=False)
@@ -53,6 +57,8 @@ class Cell:
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
     kv_heads: int = 4
     checkpointing: bool = False
+    steps: int = STEPS
+    bad: int | None = None
 
 
 class Block(nn.Module):
@@ -185,35 +191,38 @@ def make_engine(cell: Cell, tensor: int) -> Any:
     return engine
 
 
-def take_step(engine: Any, cell: Cell, rank: int, size: int, tensor: int, step: int) -> None:
+def take_step(
+    engine: Any, cell: Cell, size: int, tensor: int, step: int, *, bad: bool = False
+) -> None:
     """One step on this data rank's share of the batch; neighbours form a tensor group."""
     parts = size // tensor * cell.accumulation
-    first = rank // tensor * cell.accumulation
-    for x, y in list(zip(*(t.chunk(parts) for t in batch(cell, step)), strict=True))[
-        first : first + cell.accumulation
-    ]:
-        engine.backward(loss_of(engine, cell, x, y))
+    first = dist.get_rank() // tensor * cell.accumulation
+    batches = [values.chunk(parts) for values in batch(cell, step)]
+    for x, y in list(zip(*batches, strict=True))[first : first + cell.accumulation]:
+        scale = float("nan") if bad else 1.0
+        engine.backward(loss_of(engine, cell, x * scale if bad else x, y))
         engine.step()
 
 
 def train(rank: int, size: int, tensor: int, cells: list[Cell]) -> list[dict[str, Any]]:
     """Train every cell; whole weights and factors, and what this rank counted."""
-    return [_train_cell(rank, size, tensor, cell) for cell in cells]
+    return [_train_cell(size, tensor, cell) for cell in cells]
 
 
-def _train_cell(rank: int, size: int, tensor: int, cell: Cell) -> dict[str, Any]:
+def _train_cell(size: int, tensor: int, cell: Cell) -> dict[str, Any]:
     engine = make_engine(cell, tensor)
+    kfac = engine.kfac
     logs, norms = [], []
-    for step in range(STEPS):
-        with _only_ours(engine) as log:
-            take_step(engine, cell, rank, size, tensor, step)
+    for step in range(cell.steps):
+        if step == cell.bad:
+            take_step(engine, cell, size, tensor, step, bad=True)
+        with only_ours(engine) as log:
+            take_step(engine, cell, size, tensor, step)
         logs.append(log)
         norms.append(float(engine.get_global_grad_norm()))
-    kfac = engine.kfac
-    ledger = kfac.ledger()
     result = {
+        "ledger": kfac.ledger(),
         "factors": {spec.name: kfac.factors(spec.name) for spec in kfac.layers.layers},
-        "ledger": ledger,
         "metrics": kfac.metrics(),
         "collectives": logs,
         "norms": norms,
@@ -224,6 +233,18 @@ def _train_cell(rank: int, size: int, tensor: int, cell: Cell) -> dict[str, Any]
     }
     engine.destroy()
     return result
+
+
+def failing_product(rank: int, size: int, tensor: int, cell: Cell) -> None:
+    """Rank 0 cannot compute products of rows; the others are in the middle of an exchange."""
+    engine = make_engine(cell, tensor)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError("no memory for products")
+
+    if rank == 0:
+        session.add_outer_blocks_ = fail  # type: ignore[assignment]
+    take_step(engine, cell, size, tensor, 0)
 
 
 def whole_weights(engine: Any) -> dict[str, Tensor]:
@@ -241,7 +262,7 @@ def whole_weights(engine: Any) -> dict[str, Tensor]:
     return weights
 
 
-class _only_ours:  # noqa: N801 - used like a function
+class only_ours:  # noqa: N801 - used like a function
     """Record the collectives between the entry of the step and the engine's own step."""
 
     def __init__(self, engine: Any) -> None:
