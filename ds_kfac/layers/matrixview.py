@@ -29,8 +29,9 @@ def to_matrix(flat: Tensor, spec: LayerSpec, *, dtype: torch.dtype) -> Tensor:
     if spec.bias is None:
         return matrix
     bias = flat[spec.bias.offset :]
-    if spec.shards is not None and spec.shards.rows:
-        bias = spec.shards.join(torch.split(bias, spec.shards.widths), 0)
+    shards = _reordering(spec)
+    if shards is not None and shards.rows:
+        bias = shards.join(torch.split(bias, shards.widths), 0)
     return torch.cat([matrix, bias.to(dtype).unsqueeze(1)], dim=1)
 
 
@@ -42,7 +43,7 @@ def to_flat_(matrix: Tensor, spec: LayerSpec, out: Tensor) -> Tensor:
         spec: The layer.
         out: ``[numel]``; overwritten.
     """
-    weight, shards = out[: spec.weight.numel], spec.shards
+    weight, shards = out[: spec.weight.numel], _reordering(spec)
     if shards is None:
         plain = KINDS[spec.kind].from_matrix(matrix[:, : spec.d_in], spec.weight.shape)
         weight.view(spec.weight.shape).copy_(plain)
@@ -67,20 +68,26 @@ def to_flat(matrix: Tensor, spec: LayerSpec) -> Tensor:
     Returns:
         ``[numel]``, contiguous.
     """
-    if spec.bias is None and spec.shards is None:
+    if spec.bias is None and _reordering(spec) is None:
         return KINDS[spec.kind].from_matrix(matrix, spec.weight.shape).reshape(-1)
     return to_flat_(matrix, spec, matrix.new_empty(spec.numel))
 
 
 def _weight_matrix(flat: Tensor, spec: LayerSpec) -> Tensor:
-    if spec.shards is None:
+    shards = _reordering(spec)
+    if shards is None:
         return KINDS[spec.kind].to_matrix(flat.view(spec.weight.shape))
-    return spec.shards.join(_shard_views(flat, spec.shards), spec.shards.dim)
+    return shards.join(_shard_views(flat, shards), shards.dim)
+
+
+def _reordering(spec: LayerSpec) -> Shards | None:
+    """A layer's shards, unless they lie in the order of the whole layer."""
+    return None if spec.shards is None or spec.shards.in_order else spec.shards
 
 
 def _shard_views(flat: Tensor, shards: Shards) -> list[Tensor]:
     """Every rank's shard in a flat weight, as a matrix."""
-    sizes = [shards.width(rank) for rank in range(shards.size)]
+    sizes = shards.widths
     other = shards.d_in if shards.rows else shards.d_out
     parts = torch.split(flat, [size * other for size in sizes])
     return [

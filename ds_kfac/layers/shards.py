@@ -65,6 +65,12 @@ class Shards:
         """Features of the cut side by rank."""
         return [self.width(rank) for rank in range(self.size)]
 
+    @property
+    def in_order(self) -> bool:
+        """Whether shards one after another are the whole matrix as it is stored."""
+        pieces = [piece for ranges in self.ranges for piece in ranges]
+        return self.rows and pieces == sorted(pieces)
+
     def problem(self) -> str | None:
         """Why these ranges are not a cut of the layer, or None."""
         pieces = sorted(piece for ranges in self.ranges for piece in ranges if piece[0] < piece[1])

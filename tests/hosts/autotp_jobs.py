@@ -6,6 +6,7 @@ all its cells there.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -235,7 +236,7 @@ def _train_cell(size: int, tensor: int, cell: Cell) -> dict[str, Any]:
     return result
 
 
-def failing_product(rank: int, size: int, tensor: int, cell: Cell) -> None:
+def failing_product(rank: int, size: int, tensor: int, cell: Cell, keeps_inputs: bool) -> None:
     """Rank 0 cannot compute products of rows; the others are in the middle of an exchange."""
     engine = make_engine(cell, tensor)
 
@@ -244,7 +245,9 @@ def failing_product(rank: int, size: int, tensor: int, cell: Cell) -> None:
 
     if rank == 0:
         session.add_outer_blocks_ = fail  # type: ignore[assignment]
-    take_step(engine, cell, size, tensor, 0)
+    saving = contextlib.nullcontext() if keeps_inputs else torch.autograd.graph.save_on_cpu()
+    with saving:
+        take_step(engine, cell, size, tensor, 0)
 
 
 def whole_weights(engine: Any) -> dict[str, Tensor]:

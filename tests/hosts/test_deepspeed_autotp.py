@@ -63,13 +63,17 @@ SMALL = {  # once: what does not depend on the degrees
     ),
     "checkpointing": Cell(NATURAL, model="llama", stage=1, checkpointing=True),
     "overlap": Cell(NATURAL, model="llama", stage=1, extra={"tp_overlap_comm": True}),
-    "exact bf16": Cell(NATURAL, stage=1, dtype="bf16"),
+    "exact bf16 Z0": Cell(NATURAL, stage=0, dtype="bf16"),
+    "exact bf16 Z1": Cell(NATURAL, stage=1, dtype="bf16"),
+    "exact bf16 Z2": Cell(NATURAL, stage=2, dtype="bf16"),
 }
 SHARDWISE = {"direction": "natural", "damping": 0.3, "kl_clip": 0.01, "momentum": 0.0}
 BLOCK = {
     "block Z0": Cell({**SHARDWISE, "tensor_parallel": "block"}, steps=1),
     "block Z1": Cell({**SHARDWISE, "tensor_parallel": "block"}, stage=1, steps=1),
-    "block bf16": Cell({**SHARDWISE, "tensor_parallel": "block"}, stage=1, steps=1, dtype="bf16"),
+    "block bf16 Z1": Cell(
+        {**SHARDWISE, "tensor_parallel": "block"}, stage=1, steps=1, dtype="bf16"
+    ),
     "block orthogonal": Cell({**ORTHOGONAL, "tensor_parallel": "block"}, stage=1),
 }
 TOPOLOGIES = [(2, 2), (4, 2), (4, 4)]  # ranks, tensor degree
@@ -220,6 +224,12 @@ def test_at_most_five_collectives_on_an_ordinary_step(name: str) -> None:
         assert len(capture) == len(last) == len(ordinary[0]) + 1  # one reduce-scatter more
 
 
+def test_the_table_says_what_is_cut() -> None:
+    table = results(2, 2)["natural Z1"][0]["table"]
+    assert "24 x 8 + bias (3 parts) (rows over 2 ranks)" in table
+    assert "8 x 10 + bias (columns over 2 ranks)" in table
+
+
 def test_a_bad_step_leaves_no_trace() -> None:
     for result in results(2, 2)["bad step"]:
         assert (result["metrics"]["skipped"], result["metrics"]["steps"]) == (1, jobs.STEPS)
@@ -306,23 +316,31 @@ def _shards_of(layer: str) -> list[tuple[Tensor, Tensor]]:
     return [(rows, half) for half in columns.chunk(2)]
 
 
-@pytest.mark.parametrize("mode", ["exact", "block"])
+@pytest.mark.parametrize(
+    "mode", ["exact bf16 Z0", "exact bf16 Z1", "exact bf16 Z2", "block bf16 Z1"]
+)
 def test_bf16_moves_weights_as_fp32_does(mode: str) -> None:
     """bf16 rounds rows and gradients (2^-9): the same way, not the same numbers."""
     start = dict(jobs.make_model(Cell(NATURAL)).named_parameters())
     rounded, exact = (
         torch.cat([(result["weights"][k] - v.detach()).flatten() for k, v in start.items()])
         for result in (
-            results(2, 2)[f"{mode} bf16"][0],
-            results(2, 2)["natural Z1" if mode == "exact" else "block Z1"][0],
+            results(2, 2)[mode][0],
+            results(2, 2)["block Z1" if mode.startswith("block") else "natural Z1"][0],
         )
     )
     assert torch.cosine_similarity(rounded, exact, dim=0) > 0.99
 
 
-def test_an_error_amid_an_exchange_of_rows_reaches_all_ranks() -> None:
-    """P6: rank 0 fails between two exchanges of the same backward pass, the others go on."""
-    errors = world(2).run_expecting_errors(jobs.failing_product, 2, Cell(NATURAL), isolated=True)
+@pytest.mark.parametrize("keeps_inputs", [True, False])
+def test_an_error_amid_an_exchange_of_rows_reaches_all_ranks(keeps_inputs: bool) -> None:
+    """P6: rank 0 fails between two exchanges of the same step, the others go on.
+
+    Inputs that autograd does not keep (saved-tensor hooks) are worked on in the forward pass.
+    """
+    errors = world(2).run_expecting_errors(
+        jobs.failing_product, 2, Cell(NATURAL), keeps_inputs, isolated=True
+    )
     for error in errors:
         assert error is not None
         assert "rank 0 failed: MemoryError: no memory for products" in error.text

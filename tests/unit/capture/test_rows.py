@@ -29,11 +29,9 @@ def spec_of(rows: bool, whole: bool, size: int) -> LayerSpec:
     return replace(make_spec("fc", D_OUT, D_IN, max_dim=4), shards=shards)
 
 
-def data() -> tuple[Tensor, Tensor]:
+def data() -> tuple[Tensor, ...]:
     torch.manual_seed(0)
-    return torch.randn(ROWS, D_IN, dtype=torch.float64), torch.randn(
-        ROWS, D_OUT, dtype=torch.float64
-    )
+    return tuple(torch.randn(ROWS, 2, n, dtype=torch.float64) for n in (D_IN, D_OUT))
 
 
 def capture(session: CaptureSession, x: Tensor, g: Tensor) -> list[Tensor]:
@@ -58,7 +56,7 @@ def shared(rank: int, size: int, rows: bool, whole: bool, rule: str) -> tuple[li
     x, g = data()
     assert spec.shards is not None
     if not whole:
-        x, g = (x, spec.shards.take(g, rank, 1)) if rows else (spec.shards.take(x, rank, 1), g)
+        x, g = (x, spec.shards.take(g, rank, 2)) if rows else (spec.shards.take(x, rank, 2), g)
     return capture(session, x, g), ledger.report()
 
 
@@ -66,14 +64,15 @@ def shared(rank: int, size: int, rows: bool, whole: bool, rule: str) -> tuple[li
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("rows", [True, False])
-def test_shares_add_up(rows: bool, whole: bool, size: int) -> None:
-    """Every third row, from the second on: 4 rows used of 11 seen."""
-    alone = _session(replace(make_spec("fc", D_OUT, D_IN, max_dim=4)), RowSharing(), "expand")
+@pytest.mark.parametrize(("rule", "counts"), [("expand", [7, 22, 22]), ("reduce", [4, 11, 11])])
+def test_shares_add_up(rule: str, counts: list[float], rows: bool, whole: bool, size: int) -> None:
+    """Every third row, from the second on, of 11 sequences of two positions."""
+    alone = _session(make_spec("fc", D_OUT, D_IN, max_dim=4), RowSharing(), rule)
     expected = capture(alone, *data())
-    found = world(size).run(shared, rows, whole, "expand")
+    found = world(size).run(shared, rows, whole, rule)
     for index, value in enumerate(expected):
         torch.testing.assert_close(sum(result[0][index] for result in found), value)
-    assert expected[-1].tolist() == [4, 11, 11]
+    assert expected[-1].tolist() == counts
     for _, report in found:
         rows_sent = report["kinds"].get("rows", {"calls": 0, "bytes": 0, "planned_bytes": 0})
         assert rows_sent["calls"] == int(not whole)

@@ -80,6 +80,18 @@ def test_flat_gradients_hold_one_shard_after_another(generator: random.Random) -
     assert [spec.is_cut(slot) for slot in spec.slots] == [True, shards.rows]
 
 
+def test_slices_in_order_are_not_copied() -> None:
+    shards = Shards(6, 4, True, fused_ranges([[2, 4]]))
+    assert shards.in_order
+    assert not Shards(6, 4, True, fused_ranges([[1, 2], [1, 2]])).in_order
+    assert not Shards(6, 4, False, fused_ranges([[1, 3]])).in_order
+    model, cut = linear(shards, bias=False), TensorCut({"0": shards}, 0, False)
+    spec = discover(model, KFACConfig(), tensor=cut).layers[0]
+    flat = torch.randn(24)
+    matrix = to_matrix(flat, spec, dtype=torch.float32)
+    assert matrix.data_ptr() == flat.data_ptr() == to_flat(matrix, spec).data_ptr()
+
+
 def test_every_rank_describes_the_same_whole_layer() -> None:
     shards = Shards(6, 4, True, fused_ranges([[2, 0], [1, 3]]))
     first, second = (table(shards, rank, max_factor_dim=4).layers[0] for rank in (0, 1))
