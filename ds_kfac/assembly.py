@@ -9,17 +9,73 @@ from typing import TYPE_CHECKING
 import torch
 
 from ds_kfac import schedules
+from ds_kfac.capture.rows import RowSharing
 from ds_kfac.comm.communicator import Communicator
+from ds_kfac.comm.ledger import Ledger
 from ds_kfac.comm.vote import agree, raise_everywhere
 from ds_kfac.config import KFACConfig
 from ds_kfac.layers.discover import discover, require_coverage
+from ds_kfac.layers.shards import TensorCut
 from ds_kfac.layers.spec import LayerSpec, LayerTable
 from ds_kfac.plan import cost
 from ds_kfac.plan.placement import place
 from ds_kfac.plan.program import Program, build
+from ds_kfac.plan.tensor import grid_of, joint_layouts
 
 if TYPE_CHECKING:
-    from ds_kfac.hosts.base import Host
+    from ds_kfac.hosts.base import Groups, Host
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """A host's process groups with one ledger.
+
+    Attributes:
+        data: Ranks over which gradients are averaged.
+        model: All ranks of the model.
+        tensor: Ranks that hold the shards of the same layers.
+        work: Ranks that share the layers' work: data times tensor where layers are whole ones,
+            data alone where every tensor rank's shards are layers of their own.
+    """
+
+    data: Communicator
+    model: Communicator
+    tensor: Communicator
+    work: Communicator
+
+    @classmethod
+    def of(cls, groups: Groups, ledger: Ledger, *, blocks: bool) -> Communicators:
+        """Communicators of a host.
+
+        Args:
+            groups: Its process groups.
+            ledger: Counts what is sent.
+            blocks: Every tensor rank's shards are layers of their own.
+        """
+        data = Communicator(groups.data, ledger)
+        tensor = Communicator(groups.tensor, ledger)
+        shared = tensor.size > 1 and not blocks
+        return cls(
+            data=data,
+            model=Communicator(groups.model or groups.data, ledger),
+            tensor=tensor,
+            work=Communicator(groups.work, ledger) if shared else data,
+        )
+
+    @property
+    def shares_tensor(self) -> bool:
+        """Whether tensor ranks share the work on the same layers."""
+        return self.work is not self.data
+
+    @property
+    def shard(self) -> str:
+        """What tells this rank's layers from others of the same name; empty where they are one."""
+        alone = self.tensor.size > 1 and not self.shares_tensor
+        return f"@tensor{self.tensor.rank}" if alone else ""
+
+    def row_sharing(self) -> RowSharing:
+        """How rows of calls are shared out."""
+        return RowSharing(self.tensor if self.shares_tensor else None)
 
 
 @dataclass(frozen=True)
@@ -33,6 +89,8 @@ class Assembly:
         dtype: Dtype of factors, bases and directions: fp32, for fp64 models fp64.
         stored_dtype: Dtype of the layers' stored gradients; they travel in it.
         is_stage: The model is one stage of a pipeline.
+        uncounted: Layers that another rank of the model counts as its own: with
+            ``tensor_parallel: "block"``, what is whole on every tensor rank.
     """
 
     layers: LayerTable
@@ -41,26 +99,25 @@ class Assembly:
     dtype: torch.dtype
     stored_dtype: torch.dtype
     is_stage: bool
+    uncounted: frozenset[str] = frozenset()
 
 
-def assemble(
-    host: Host, config: KFACConfig, *, data: Communicator, model: Communicator
-) -> Assembly:
+def assemble(host: Host, config: KFACConfig, comms: Communicators) -> Assembly:
     """Find the layers, place them and derive the program.
 
     Args:
         host: The framework's adapter.
         config: Settings.
-        data: Ranks that share the layers' work.
-        model: All ranks of the model.
+        comms: Its process groups.
 
     Raises:
         CoverageError: A rank's model has nothing to precondition; on every rank.
         DistributedError: Ranks disagree on layers, settings or program (E203).
     """
-    layers = _discover(host, config, model)
-    agree(data, "the set of layers", layers.fingerprint())
-    agree(model, "the kfac configuration", config.model_dump_json())
+    tensor = _tensor_cut(host, config, comms)
+    layers = _discover(host, config, comms.model, tensor)
+    agree(comms.work, "the set of layers", layers.fingerprint())
+    agree(comms.model, "the kfac configuration", config.model_dump_json())
     parameters = dict(host.model.named_parameters())
     weights = [parameters[spec.weight.name] for spec in layers.layers]
     # A pipeline stage may have nothing to precondition; it takes part in what all ranks do.
@@ -69,8 +126,11 @@ def assemble(
     for weight in weights:
         stored = torch.promote_types(stored, weight.dtype)
     stored = host.gradient_dtype() or stored
-    program = _program(host, config, layers.layers, data.size)
-    agree(data, "the communication program", program.fingerprint())
+    program = _program(host, config, layers.layers, comms)
+    agree(comms.work, "the communication program", program.fingerprint())
+    uncounted: frozenset[str] = frozenset()
+    if tensor is not None and tensor.blocks and tensor.rank > 0:
+        uncounted = frozenset(s.name for s in layers.layers if s.name not in tensor.modules)
     return Assembly(
         layers=layers,
         program=program,
@@ -78,10 +138,21 @@ def assemble(
         dtype=torch.promote_types(stored, torch.float32),
         stored_dtype=stored,
         is_stage=_excluded(host) is not None,
+        uncounted=uncounted,
     )
 
 
-def _discover(host: Host, config: KFACConfig, model: Communicator) -> LayerTable:
+def _tensor_cut(host: Host, config: KFACConfig, comms: Communicators) -> TensorCut | None:
+    """What is cut over the tensor group, if anything is."""
+    tensor_cut: Callable[..., TensorCut | None] | None = getattr(host, "tensor_cut", None)
+    if tensor_cut is None or comms.tensor.size == 1:
+        return None
+    return tensor_cut(blocks=config.tensor_parallel == "block")
+
+
+def _discover(
+    host: Host, config: KFACConfig, model: Communicator, tensor: TensorCut | None
+) -> LayerTable:
     """Find the layers; a rank that cannot makes all ranks raise."""
     table: LayerTable | None = None
     error: Exception | None = None
@@ -93,6 +164,7 @@ def _discover(host: Host, config: KFACConfig, model: Communicator) -> LayerTable
             optimized=host.learning_rates().keys(),
             excluded=excluded,
             whole=excluded is None,
+            tensor=tensor,
         )
     except Exception as caught:
         error = caught
@@ -109,8 +181,14 @@ def _excluded(host: Host) -> Mapping[str, str] | None:
     return None if excluded is None else excluded()
 
 
-def _program(host: Host, config: KFACConfig, specs: tuple[LayerSpec, ...], size: int) -> Program:
+def _program(
+    host: Host, config: KFACConfig, specs: tuple[LayerSpec, ...], comms: Communicators
+) -> Program:
+    size = comms.work.size
     layouts = host.layouts([slot.name for spec in specs for slot in spec.slots])
+    if comms.shares_tensor:
+        grid = grid_of(comms.work.gather_objects((comms.tensor.rank, comms.data.rank)))
+        layouts = joint_layouts(specs, comms.tensor.gather_objects(layouts), grid)
     # Intervals may be schedules; the latest value governs most of a run.
     interval = schedules.interval_at(config.inv_update_steps, 1_000_000)
     costs = [

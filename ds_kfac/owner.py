@@ -35,6 +35,7 @@ class Owner:
         momentum: Decay of the gradient average that is preconditioned.
         device: Compute device.
         dtype: Compute dtype.
+        uncounted: Names of layers whose change another rank counts.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class Owner:
         momentum: float,
         device: torch.device,
         dtype: torch.dtype,
+        uncounted: frozenset[str] = frozenset(),
     ) -> None:
+        self._uncounted = uncounted
         self.states = {i: LayerState.zeros(specs[i], device, dtype) for i in owned}
         self._config = config
         self._momentum = momentum
@@ -141,7 +144,7 @@ class Owner:
             rates = _rates(spec, learning_rates) if wants_change else None
             d, change = direction(state, g, settings, rates=rates)
             results[layer] = to_flat(d if stored_scale == 1.0 else d * stored_scale, spec)
-            if wants_change:
+            if wants_change and spec.name not in self._uncounted:
                 total += change
         return results, total
 

@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from ds_kfac import schedules
-from ds_kfac.assembly import assemble
+from ds_kfac.assembly import Communicators, assemble
 from ds_kfac.capture.hooks import install
 from ds_kfac.capture.session import CaptureSession, Pending, packer
 from ds_kfac.checkpoint.stateful import Stateful
-from ds_kfac.comm.communicator import Communicator
 from ds_kfac.comm.guard import Guard
 from ds_kfac.comm.ledger import Ledger
 from ds_kfac.comm.run import GradientExchange, reduce_factors
@@ -67,18 +66,20 @@ class KFAC(Stateful):
         self.counters = Counters()
         self._host = host
         self._ledger = Ledger()
-        self._data = Communicator(host.groups.data, self._ledger)
-        self._model = Communicator(host.groups.model or host.groups.data, self._ledger)
+        comms = Communicators.of(
+            host.groups, self._ledger, blocks=config.tensor_parallel == "block"
+        )
+        self._work, self._model, self._shard = comms.work, comms.model, comms.shard
         self._grad_norm: Tensor | None = None
         self._kl_scale: Tensor | None = None
         self._guard = Guard()
         self._on_detach: list[Callable[[], None]] = []
-        parts = assemble(host, config, data=self._data, model=self._model)
+        parts = assemble(host, config, comms)
         self._layers, self._program = parts.layers, parts.program
         self._device, self._dtype = parts.device, parts.dtype
         self._exchange = GradientExchange(
             self._program.exchange,
-            self._data,
+            self._work,
             wire_dtype=parts.stored_dtype,
             dtype=self._dtype,
             device=self._device,
@@ -94,9 +95,13 @@ class KFAC(Stateful):
             momentum=resolve_momentum(config, own_optimizer=own_optimizer),
             device=self._device,
             dtype=self._dtype,
+            uncounted=parts.uncounted,
         )
         self._session = CaptureSession(
-            {spec.name: spec for spec in specs}, config.weight_sharing, self._dtype
+            {spec.name: spec for spec in specs},
+            config.weight_sharing,
+            self._dtype,
+            comms.row_sharing(),
         )
         self._handles = install(
             host.model,
@@ -105,7 +110,7 @@ class KFAC(Stateful):
             gradients_stay=host.gradients_stay_in_parameters(),
         )
         self._begin_step()
-        if self._data.rank == 0 and (self._model.rank == 0 or parts.is_stage):
+        if self._work.rank == 0 and (self._model.rank == 0 or parts.is_stage):
             host.announce(self.table())
 
     # ------------------------------------------------------------------ for users
@@ -117,7 +122,7 @@ class KFAC(Stateful):
 
     @property
     def owners(self) -> dict[str, int]:
-        """Owning data rank of each layer, by name."""
+        """Owner of each layer by name: its rank among those that share the layers' work."""
         owners = self._program.exchange.owners
         return {spec.name: owner for spec, owner in zip(self._layers.layers, owners, strict=True)}
 
@@ -179,7 +184,7 @@ class KFAC(Stateful):
             self._layers.layers,
             self._program.exchange,
             self._owner.states,
-            self._data,
+            self._work,
             like=torch.empty(0, device=self._device, dtype=self._dtype),
         )
 
@@ -288,7 +293,7 @@ class KFAC(Stateful):
             pack = packer(pending, self._layers.layers)
             sums = reduce_factors(
                 self._program.rounds,
-                self._data,
+                self._work,
                 lambda item, out: self._guard.run(lambda: pack(item, out)),
                 dtype=self._dtype,
                 device=self._device,

@@ -144,7 +144,9 @@ def _gradient_hook(
             is_lost = gradients_stay and weight is not None and weight.grad is None
             session.enter_backward(name, _backward_pass(), is_lost=is_lost)
             with torch.no_grad():
-                session.add(name, module, source(), g.reshape(shape), scale=output_scale())
+                # Tensor ranks exchange rows here: before any work that one of them may fail in.
+                rows = session.gradient_rows(name, module, g.reshape(shape))
+                session.add(name, source(), rows, scale=output_scale())
         except Exception as error:
             session.error = session.error or error
 
@@ -185,13 +187,17 @@ def _keep_or_reduce(
     memory and spares a [d_in, d_in] buffer per call in flight.
     """
     if not _kept_by_autograd(module, x):
-        sums = session.input_sums(name, module, x)
-        # Whoever asks adds to what it gets, and a retained graph asks once per backward.
-        return sums.copy
+        try:
+            # Whoever asks adds to what it gets, and a retained graph asks once per backward.
+            return session.input_sums(name, module, x).copy
+        except Exception as error:
+            session.error = session.error or error
+            return _failing(error)
     kept, version = x.detach(), x._version
 
     def reduce() -> InputSums:
         if kept._version != version:
+            session.input_rows(name, module, kept)  # other tensor ranks may be waiting for them
             raise RuntimeError(
                 f"the input of layer {name} was overwritten between its forward and backward; "
                 "clone it before the layer, or list the layer in kfac.skip_layers"
@@ -199,6 +205,18 @@ def _keep_or_reduce(
         return session.input_sums(name, module, kept)
 
     return reduce
+
+
+def _failing(error: Exception) -> Callable[[], InputSums]:
+    """Stands in for sums that could not be computed.
+
+    The call still has to be heard of in backward: there the tensor ranks exchange its rows.
+    """
+
+    def fail() -> InputSums:
+        raise error
+
+    return fail
 
 
 def _kept_by_autograd(module: nn.Module, x: Tensor) -> bool:

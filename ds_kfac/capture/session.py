@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ds_kfac.capture.rows import RowSharing
 from ds_kfac.layers.kinds import KINDS
+from ds_kfac.layers.shards import Shards
 from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.math.moments import add_outer_blocks_
 from ds_kfac.math.packing import pack_upper
@@ -91,6 +93,14 @@ class InputSums:
         return InputSums([block.clone() for block in self.blocks], self.rows_used, self.rows_seen)
 
 
+@dataclass(frozen=True)
+class GradientRows:
+    """One call's output gradients: this rank's share of the rows, and the terms it counts."""
+
+    rows: Tensor
+    loss_terms: int
+
+
 @dataclass
 class CaptureSession:
     """Collects the statistics of the current optimizer step.
@@ -99,6 +109,7 @@ class CaptureSession:
         specs: Layers by module name.
         weight_sharing: ``expand`` or ``reduce``.
         dtype: Dtype of all sums (fp32; fp64 for fp64 models).
+        sharing: Shares rows out in the tensor group.
         active: Whether calls are captured in this step.
         stride: Every ``stride``-th row is used.
         offset: First row used; rotates with the step so that no position is favoured.
@@ -110,6 +121,7 @@ class CaptureSession:
     specs: dict[str, LayerSpec]
     weight_sharing: str
     dtype: torch.dtype
+    sharing: RowSharing = field(default_factory=RowSharing)
     active: bool = False
     stride: int = 1
     offset: int = 0
@@ -162,41 +174,63 @@ class CaptureSession:
             x: Input of the call, any shape the layer accepts, any float dtype.
         """
         spec = self.specs[name]
-        rows = KINDS[spec.kind].input_rows(module, x.detach(), self.weight_sharing)
-        used = rows[self.offset :: self.stride]
+        used, seen = self.input_rows(name, module, x)
         blocks = [
             torch.zeros(b.size, b.size, device=x.device, dtype=self.dtype) for b in spec.a_blocks
         ]
         add_outer_blocks_(blocks, used, bounds=spec.a_blocks, bias=spec.bias is not None)
-        return InputSums(blocks, used.shape[0], rows.shape[0])
+        return InputSums(blocks, used.shape[0], seen)
 
-    def add(
-        self, name: str, module: nn.Module, sums: InputSums, g: Tensor, *, scale: float
-    ) -> None:
-        """Add one call: its input sums and its output gradient, as a pair.
+    def input_rows(self, name: str, module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+        """The rows of a call's input that this rank works on, and how many it stands for."""
+        spec = self.specs[name]
+        rows = KINDS[spec.kind].input_rows(module, x.detach(), self.weight_sharing)
+        used = self.sharing.take(rows[self.offset :: self.stride], _cut(spec, "a"))
+        return used, rows.shape[0] if self.sharing.counts else 0
+
+    def gradient_rows(self, name: str, module: nn.Module, g: Tensor) -> GradientRows:
+        """The rows of a call's output gradient that this rank works on.
 
         Args:
             name: Layer name.
             module: The layer.
-            sums: Result of :meth:`input_sums` for the same call.
             g: Gradient of the (scaled) loss with respect to the call's output.
-            scale: Turns ``g`` into the gradient of the global objective: undoes the loss
-                scale and applies the average over ranks.
         """
         spec = self.specs[name]
         kind = KINDS[spec.kind]
         self.saw_half = self.saw_half or g.dtype == torch.float16
         rows = kind.gradient_rows(module, g.detach(), self.weight_sharing)
+        terms = kind.loss_terms(g, rows.shape[0], self.weight_sharing)
+        used = self.sharing.take(rows[self.offset :: self.stride], _cut(spec, "g"))
+        return GradientRows(used, terms if self.sharing.counts else 0)
+
+    def add(self, name: str, sums: InputSums, gradients: GradientRows, *, scale: float) -> None:
+        """Add one call: its input sums and its output gradient, as a pair.
+
+        Args:
+            name: Layer name.
+            sums: Result of :meth:`input_sums` for the same call.
+            gradients: Result of :meth:`gradient_rows` for the same call.
+            scale: Turns the rows into gradients of the global objective: undoes the loss
+                scale and applies the average over ranks.
+        """
+        spec = self.specs[name]
+        rows = gradients.rows
         pending = self.pending.get(name)
         if pending is None:
-            pending = self.pending[name] = Pending.zeros(spec, g.device, self.dtype)
+            pending = self.pending[name] = Pending.zeros(spec, rows.device, self.dtype)
             pending.a = sums.blocks
         else:
             torch._foreach_add_(pending.a, sums.blocks)
         # The scale is applied to the rows' product in factor precision: fp16 gradients
         # times a loss scale would overflow or vanish if they were scaled themselves.
-        used = rows[self.offset :: self.stride]
-        add_outer_blocks_(pending.g, used, bounds=spec.g_blocks, bias=False, alpha=scale * scale)
+        add_outer_blocks_(pending.g, rows, bounds=spec.g_blocks, bias=False, alpha=scale * scale)
         pending.rows_used += sums.rows_used
         pending.rows_seen += sums.rows_seen
-        pending.loss_terms += kind.loss_terms(g, rows.shape[0], self.weight_sharing)
+        pending.loss_terms += gradients.loss_terms
+
+
+def _cut(spec: LayerSpec, side: str) -> Shards | None:
+    """How a side's features are cut in what hooks see of it."""
+    shards = spec.shards
+    return shards if shards is not None and shards.missing_side == side else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from ds_kfac.telemetry.metrics import Counters
 if TYPE_CHECKING:
     from ds_kfac.capture.session import CaptureSession
     from ds_kfac.checkpoint.manifest import Manifest
-    from ds_kfac.layers.spec import LayerTable
+    from ds_kfac.layers.spec import LayerSpec, LayerTable
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +78,12 @@ class Stateful:
 
     config: KFACConfig
     counters: Counters
-    _data: Communicator
+    _work: Communicator
     _layers: LayerTable
     _model: Communicator
     _owner: Owner
     _session: CaptureSession
+    _shard: str
     _guard: Guard
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,13 +137,13 @@ class Stateful:
         layers = self._owner.state_dict()
         self._warn_of_nonfinite(layers)
         contents = writer.Contents(
-            layers=layers,
-            specs=[state.spec for state in self._owner.states.values()],
+            layers={name + self._shard: layer for name, layer in layers.items()},
+            specs=[self._stored(state.spec) for state in self._owner.states.values()],
             counters=vars(self.counters),
             header={
                 "step": self.counters.steps,
                 "host_step": host_step,
-                "data_size": self._data.size,
+                "data_size": self._work.size,
                 "settings": signature(self.config),
                 "config": self.config.model_dump(mode="json"),
             },
@@ -189,17 +191,25 @@ class Stateful:
         if folder is None or manifest is None:
             self._refuse_absence(folder)
             return None
-        reader.check_model(manifest, self._layers.layers, self._model)
+        specs = [self._stored(spec) for spec in self._layers.layers]
+        reader.check_model(manifest, specs, self._model)
         self._say_changed_settings(manifest)
-        owned = [state.spec.name for state in self._owner.states.values()]
+        owned = [state.spec.name + self._shard for state in self._owner.states.values()]
         staged = self._stage(
             lambda: _Parts(
                 manifest.counters_of(self._model.rank, self._model.size),
-                reader.read_layers(folder, manifest, owned),
+                {
+                    name.removesuffix(self._shard): layer
+                    for name, layer in reader.read_layers(folder, manifest, owned).items()
+                },
                 manifest.settings,
             )
         )
         return Staged(staged.counters, staged.states, manifest)
+
+    def _stored(self, spec: LayerSpec) -> LayerSpec:
+        """A layer as it is named in files: shards that are layers of their own share names."""
+        return dataclasses.replace(spec, name=spec.name + self._shard)
 
     def adopt(self, staged: Staged | None) -> None:
         """Second half of :meth:`load`: take a staged state into use, or start anew."""

@@ -19,7 +19,7 @@ class GradientExchange:
 
     Args:
         exchange: The table of slices and owners.
-        communicator: The data group.
+        communicator: The ranks that share the layers' work.
         wire_dtype: Dtype on the way out: that of the stored gradients. Directions come back
             in the compute dtype, so that a layer's result does not depend on who owned it.
         dtype: Compute dtype.
@@ -45,9 +45,13 @@ class GradientExchange:
         self._device = device
         rank = communicator.rank
         self.owned = exchange.owned(rank)
+        # Directions go to every holder of a slice, gradients come from one of them.
         self._outgoing = exchange.outgoing(rank)
         self._incoming = exchange.incoming(rank)
         self._local = exchange.local(rank)
+        self._read_here = exchange.local(rank, sources_only=True)
+        self._sent = exchange.outgoing(rank, sources_only=True)
+        self._received = exchange.incoming(rank, sources_only=True)
         self._shared = [
             [layer for layer in exchange.owned(owner) if layer in exchange.replicated]
             for owner in range(communicator.size)
@@ -71,10 +75,11 @@ class GradientExchange:
             for layer in self.owned
             if layer not in self._exchange.replicated
         }
-        self._guard.run(lambda: self._read([(s, _slice(flats, s)) for s in self._local], views))
-        if self._exchange.moves_shards:
+        here = [(s, _slice(flats, s)) for s in self._read_here]
+        self._guard.run(lambda: self._read(here, views))
+        if self._exchange.moves_gradients:
             received = self._send_shards(views)
-            for segment, part in _split(received, self._incoming):
+            for segment, part in _split(received, self._received):
                 _slice(flats, segment).copy_(part)
         return flats
 
@@ -108,16 +113,16 @@ class GradientExchange:
             return {}
         out, back = self._exchange.sent_numel(rank)
         planned = {}
-        if self._exchange.moves_shards:
+        if self._exchange.moves_gradients:
             planned["gradients"] = out * _itemsize(self._wire_dtype)
         if self._exchange.moves_shards or self._exchange.gather_numel:
             planned["directions"] = back * _itemsize(self._dtype)
         return planned
 
     def _send_shards(self, views: Mapping[str, Tensor]) -> Tensor:
-        sizes, receive = _sizes(self._outgoing), _sizes(self._incoming)
+        sizes, receive = _sizes(self._sent), _sizes(self._received)
         send = torch.zeros(sum(sizes), dtype=self._wire_dtype, device=self._device)
-        self._guard.run(lambda: self._read(_split(send, self._outgoing), views))
+        self._guard.run(lambda: self._read(_split(send, self._sent), views))
         return self._comm.all_to_all(send, sizes, receive, "gradients")
 
     def _share_replicated(self, directions: Mapping[int, Tensor]) -> dict[int, Tensor]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
+from ds_kfac.layers.shards import TensorCut
 from ds_kfac.plan.topology import Layout
 
 if TYPE_CHECKING:
@@ -23,10 +24,15 @@ class Groups:
         data: Ranks over which gradients are averaged; owners are chosen among them.
         model: All ranks that share the model (data, tensor and pipeline parallel); votes and
             scalars of the whole model go over it. Defaults to ``data``.
+        tensor: Ranks that hold the shards of the same layers (tensor parallel).
+        work: Data times tensor ranks of the same layers, among which owners are chosen when
+            layers are cut over ``tensor``. Defaults to ``data``.
     """
 
     data: ProcessGroup | None = None
     model: ProcessGroup | None = None
+    tensor: ProcessGroup | None = None
+    work: ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -143,4 +149,15 @@ class StageHost(Host, Protocol):
 
     def excluded(self) -> Mapping[str, str]:
         """Modules of this stage that stay with the base optimizer, by name, and why."""
+        ...
+
+
+class TensorHost(Host, Protocol):
+    """A host whose layers are cut over ``groups.tensor``; having :meth:`tensor_cut` says so.
+
+    Gradients, layouts and parameters of such a host are those of this rank's shards.
+    """
+
+    def tensor_cut(self, *, blocks: bool) -> TensorCut | None:
+        """What is cut and how, the same on all tensor ranks; None if nothing is."""
         ...

@@ -16,21 +16,21 @@ from torch import Tensor, nn
 from ds_kfac.comm.communicator import Communicator
 from ds_kfac.comm.ledger import Ledger
 from ds_kfac.comm.vote import raise_everywhere
-from ds_kfac.config import KFACConfig, OptimizerConfig
+from ds_kfac.config import KFACConfig
 from ds_kfac.errors import ConfigError
 from ds_kfac.hosts import (
     deepspeed_checkpoint,
     deepspeed_config,
     deepspeed_pipe,
     deepspeed_support,
+    deepspeed_tensor,
 )
-from ds_kfac.hosts.apex import fused_adam
 from ds_kfac.hosts.base import Gradients, Groups
 from ds_kfac.hosts.compatibility import check_base_optimizer, is_own_optimizer
+from ds_kfac.hosts.deepspeed_optimizer import bring_fused_adam, bring_own
 from ds_kfac.hosts.deepspeed_patch import original_initialize
 from ds_kfac.hosts.deepspeed_zero import storage_of
-from ds_kfac.layers.discover import discover
-from ds_kfac.optimizer import KFACOptimizer, param_groups
+from ds_kfac.layers.shards import TensorCut
 from ds_kfac.plan.topology import Layout
 from ds_kfac.preconditioner import KFAC
 
@@ -95,9 +95,9 @@ def _prepare(
             return None, None
         deepspeed_support.check_config(config)
         if request.optimizer is not None:
-            _bring_optimizer(arguments, config, request.config, request.optimizer)
+            bring_own(arguments, config, request.config, request.optimizer)
         elif deepspeed_config.names_fused_adam(config) and arguments.get("optimizer") is None:
-            _bring_fused_adam(arguments, config)
+            bring_fused_adam(arguments, config)
     except Exception as error:
         return None, error
     return request, None
@@ -113,8 +113,7 @@ def attach_engine(engine: Any, config: KFACConfig) -> KFAC:
         raise ConfigError("E212", "this engine has K-FAC already; call engine.kfac.detach() first")
     deepspeed_support.check_engine(engine)
     check_base_optimizer(engine.basic_optimizer, config)
-    is_stage = deepspeed_pipe.is_pipeline(engine.module)
-    host = PipelineHost(engine) if is_stage else DeepSpeedHost(engine)
+    host = _host_of(engine)
     own = is_own_optimizer(engine.basic_optimizer)
     if own and engine.global_steps == 0:
         host.forget_rehearsal()
@@ -126,6 +125,12 @@ def attach_engine(engine: Any, config: KFACConfig) -> KFAC:
     engine.kfac = kfac
     kfac.on_detach(lambda: setattr(engine, "kfac", None))
     return kfac
+
+
+def _host_of(engine: Any) -> DeepSpeedHost:
+    if deepspeed_pipe.is_pipeline(engine.module):
+        return PipelineHost(engine)
+    return TensorHost(engine) if deepspeed_tensor.is_cut(engine) else DeepSpeedHost(engine)
 
 
 class DeepSpeedHost:
@@ -266,6 +271,36 @@ class PipelineHost(DeepSpeedHost):
             yield
 
 
+class TensorHost(DeepSpeedHost):
+    """A DeepSpeed engine with AutoTP and ZeRO stage 0 to 2.
+
+    Args:
+        engine: The initialised engine.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.groups = deepspeed_tensor.tensor_groups(engine)
+        tensor = Communicator(self.groups.tensor, Ledger())
+        self._tensor_rank = tensor.rank
+        # The engine drops parameters of which this rank has an empty shard from its groups.
+        for index in tensor.gather_objects(self._group_index):
+            self._group_index = {**index, **self._group_index}
+
+    def tensor_cut(self, *, blocks: bool) -> TensorCut | None:
+        """Modules that AutoTP has cut."""
+        return deepspeed_tensor.tensor_cut(self.model, blocks=blocks)
+
+    def gradients(self) -> Gradients:
+        """As the engine stores them, and what of them counts in the model's norm."""
+        return deepspeed_tensor.shared_gradients(
+            super().gradients(),
+            model=self.model,
+            ranks=self._ranks,
+            tensor_rank=self._tensor_rank,
+        )
+
+
 def _wrap_step(engine: Any, kfac: KFAC, host: DeepSpeedHost) -> None:
     original = engine._take_model_step
 
@@ -297,47 +332,6 @@ def _wrap_destroy(engine: Any, kfac: KFAC) -> None:
 
     engine.destroy = destroy
     kfac.on_detach(lambda: engine.__dict__.pop("destroy", None))
-
-
-def _bring_optimizer(
-    arguments: dict[str, Any],
-    config: dict[str, Any],
-    settings: KFACConfig,
-    optimizer: OptimizerConfig,
-) -> None:
-    """Hand ds_kfac's element-wise optimizer to DeepSpeed as a client optimizer."""
-    model: nn.Module = arguments["model"]
-    chosen = deepspeed_support.chosen_parameters(arguments)
-    trainable = [
-        (name, param)
-        for name, param in model.named_parameters()
-        if param.requires_grad and (chosen is None or id(param) in chosen)
-    ]
-    table = discover(
-        model,
-        settings,
-        optimized={name for name, _ in trainable},
-        excluded=deepspeed_pipe.tied_modules(model),
-        whole=not deepspeed_pipe.is_pipeline(model),
-    )
-    inside = {slot.name for spec in table.layers for slot in spec.slots}
-
-    def build(_: Any) -> KFACOptimizer:
-        return KFACOptimizer(param_groups(trainable, inside, optimizer), optimizer)
-
-    arguments["optimizer"] = build
-    arguments["model_parameters"] = [param for _, param in trainable]
-    deepspeed_config.replace_config(
-        arguments, deepspeed_config.without_kfac(config, drop_optimizer=True)
-    )
-
-
-def _bring_fused_adam(arguments: dict[str, Any], config: dict[str, Any]) -> None:
-    """DeepSpeed knows no type FusedAdam in a JSON: build NVIDIA Apex's as a client optimizer."""
-    arguments["optimizer"] = fused_adam(dict(config["optimizer"].get("params") or {}))
-    deepspeed_config.replace_config(
-        arguments, deepspeed_config.without_kfac(config, drop_optimizer=True)
-    )
 
 
 def _group_index(engine: Any) -> dict[str, int]:

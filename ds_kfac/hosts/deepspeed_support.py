@@ -26,14 +26,30 @@ def check_config(config: Mapping[str, Any]) -> None:
     for key in ("fp16_master_weights_and_grads", "bf16_master_weights_and_grads"):
         if (config.get(key[:4]) or {}).get(key):
             problems.append(f"{key[:4]}.{key} (directions need fp32 master weights; remove it)")
-    if (config.get("tensor_parallel") or {}).get("autotp_size", 0):
-        problems.append("tensor_parallel.autotp_size (remove it)")
+    problems += _tensor_problems(config)
     if config.get("sequence_parallel_size", 1) != 1:
         problems.append("sequence_parallel_size (remove it)")
     if (config.get("compile") or {}).get("deepcompile"):
         problems.append("compile.deepcompile (its graphs bypass the hooks; set it to false)")
     if problems:
         raise UnsupportedError("E150", "not available with kfac: " + "; ".join(problems))
+
+
+def _tensor_problems(config: Mapping[str, Any]) -> list[str]:
+    """What does not go with AutoTP, each with the alternative."""
+    if (config.get("tensor_parallel") or {}).get("autotp_size", 0) <= 1:
+        return []
+    problems = []
+    zero = config.get("zero_optimization") or {}
+    if zero.get("stage", 0) == 3:
+        problems.append(
+            "tensor_parallel.autotp_size with zero_optimization.stage=3 (use stage 0, 1 or 2)"
+        )
+    if (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
+        problems.append("tensor_parallel.autotp_size with zero_optimization.offload_optimizer")
+    if (config.get("expert_parallel") or {}).get("enabled"):
+        problems.append("expert_parallel (set enabled to false)")
+    return problems
 
 
 def _zero_problems(zero: Mapping[str, Any]) -> list[str]:

@@ -195,6 +195,12 @@ def attach(
     config = KFACConfig.parse(config)
     if not config.enabled:
         return None
+    if groups is not None and groups.tensor is not None:
+        raise UnsupportedError(
+            "E154",
+            "ds_kfac.attach does not know how layers are cut over groups.tensor; use DeepSpeed "
+            "AutoTP, or leave groups.tensor out for models that are whole on every rank",
+        )
     if getattr(optimizer, _MARK, False):
         raise ConfigError("E212", "this optimizer has K-FAC already; call its detach() first")
     bare, groups = _unwrap(model, groups)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
@@ -11,9 +10,10 @@ from torch.nn.parameter import is_lazy
 
 from ds_kfac.config import OUTPUT_HEADS, KFACConfig
 from ds_kfac.errors import CoverageError, nearest
-from ds_kfac.layers.blocks import cut
-from ds_kfac.layers.kinds import LayerKind, kind_of
-from ds_kfac.layers.spec import FROZEN, LayerSpec, LayerTable, LeftOut, ParamSlot
+from ds_kfac.layers.describe import describe, extra_parameters, matches, numel_of, shape_of
+from ds_kfac.layers.kinds import KINDS, LayerKind, kind_of
+from ds_kfac.layers.shards import TensorCut
+from ds_kfac.layers.spec import FROZEN, LayerSpec, LayerTable, LeftOut
 
 
 def discover(
@@ -23,6 +23,7 @@ def discover(
     optimized: Collection[str] | None = None,
     excluded: Mapping[str, str] | None = None,
     whole: bool = True,
+    tensor: TensorCut | None = None,
 ) -> LayerTable:
     """Build the table of layers.
 
@@ -33,6 +34,7 @@ def discover(
         excluded: Modules that the host keeps out with all their children, by name, and why.
         whole: False for one stage of a pipeline: what it lacks another stage may have, and the
             caller asks :func:`require_coverage` about all of them.
+        tensor: Modules that are cut over a tensor group.
 
     Returns:
         The table, layers in the order of ``model.named_modules()``.
@@ -42,10 +44,9 @@ def discover(
             skip pattern (E134), ``strict_layers`` finds unsupported modules (E131), or a lazy
             module has not seen an input yet (E136).
     """
-    uses = Counter(
-        id(param) for module in model.modules() for param in module.parameters(recurse=False)
-    )
+    uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     inside_attention = _attention_projections(model)
+    kept_out = {**(excluded or {}), **(tensor.left_out if tensor else {})}
     layers: list[LayerSpec] = []
     left_out: list[LeftOut] = []
     unsupported: list[tuple[str, str]] = []
@@ -55,27 +56,43 @@ def discover(
         if not list(module.parameters(recurse=False)):
             continue
         _require_shapes(name, module)
-        kind = kind_of(module)
-        reason = _kept_out(name, excluded or {}) or _reason_left_out(
-            name, module, kind, config, uses, inside_attention
+        kind = _kind(name, module, tensor)
+        reason = _kept_out(name, kept_out) or _reason_left_out(
+            name, module, kind, config, uses, inside_attention, tensor
         )
         if reason is None and kind is not None:
-            spec = _spec(name, module, kind, config)
+            spec = describe(name, module, kind, config, tensor)
             if optimized is None or all(slot.name in optimized for slot in spec.slots):
                 layers.append(spec)
-                left_out += _extra_parameters(name, module, spec)
+                left_out += extra_parameters(name, module, spec)
                 continue
             reason = "not among the optimizer's parameters"
-        numel = sum(_numel(param) for param in own if id(param) not in counted)
+        numel = sum(numel_of(param) for param in own if id(param) not in counted)
         counted.update(id(param) for param in own)
         left_out.append(LeftOut(name, type(module).__name__, reason or "", numel))
-        refused = kind is None or kind.refusal(module) is not None
-        skipped = any(matches(name, module, pattern) for pattern in config.skip_layers)
-        if refused and not skipped and any(len(_shape(param)) >= 2 for param in own):
+        if _is_missed(name, module, kind, config, own):
             unsupported.append((name, type(module).__name__))
     table = LayerTable(tuple(layers), tuple(left_out), _unmatched(model, config.skip_layers))
     _check(table, unsupported if config.strict_layers else [], whole=whole)
     return table
+
+
+def _kind(name: str, module: nn.Module, tensor: TensorCut | None) -> LayerKind | None:
+    # What is left of a cut layer is a matrix product, whatever its class.
+    return KINDS["linear"] if tensor and name in tensor.modules else kind_of(module)
+
+
+def _is_missed(
+    name: str,
+    module: nn.Module,
+    kind: LayerKind | None,
+    config: KFACConfig,
+    trained: Sequence[nn.Parameter],
+) -> bool:
+    """Whether a module has matrices that nobody asked to leave out."""
+    skipped = any(matches(name, module, pattern) for pattern in config.skip_layers)
+    refused = kind is None or kind.refusal(module) is not None
+    return refused and not skipped and any(len(shape_of(param)) >= 2 for param in trained)
 
 
 def _check(table: LayerTable, unsupported: list[tuple[str, str]], *, whole: bool) -> None:
@@ -108,13 +125,6 @@ def require_coverage(tables: Sequence[LayerTable]) -> None:
     )
 
 
-def matches(name: str, module: nn.Module, pattern: str) -> bool:
-    """Whether a pattern names this module: full name, glob, one path component or class name."""
-    if fnmatch.fnmatchcase(name, pattern) or type(module).__name__ == pattern:
-        return True
-    return pattern in name.split(".") or name.startswith(pattern + ".")
-
-
 def _reason_left_out(
     name: str,
     module: nn.Module,
@@ -122,6 +132,7 @@ def _reason_left_out(
     config: KFACConfig,
     uses: Counter[int],
     inside_attention: set[int],
+    tensor: TensorCut | None,
 ) -> str | None:
     weight = module._parameters.get("weight")
     pattern = next((p for p in config.skip_layers if matches(name, module, p)), None)
@@ -135,61 +146,14 @@ def _reason_left_out(
         return "has no parameter named weight (parametrized or replaced)"
     if not weight.requires_grad:
         return FROZEN
-    if weight.is_complex() or _numel(weight) == 0:
-        return f"weight is complex or empty ({weight.dtype}, shape {list(_shape(weight))})"
+    has_elements = numel_of(weight) > 0 or (tensor is not None and tensor.is_elsewhere(name))
+    if weight.is_complex() or not has_elements:
+        return f"weight is complex or empty ({weight.dtype}, shape {list(shape_of(weight))})"
     bias = module._parameters.get("bias")
     for label, param in (("weight", weight), ("bias", bias)):
         if param is not None and uses[id(param)] > 1:
             return f"{label} is shared with another module"
     return kind.refusal(module)
-
-
-def _spec(name: str, module: nn.Module, kind: LayerKind, config: KFACConfig) -> LayerSpec:
-    d_out, d_in = kind.dims(module)
-    prefix = f"{name}." if name else ""
-    weight_param = module._parameters["weight"]
-    assert weight_param is not None
-    weight = ParamSlot(prefix + "weight", _shape(weight_param), 0)
-    bias_param = module._parameters.get("bias")
-    bias = None
-    if bias_param is not None and bias_param.requires_grad:
-        bias = ParamSlot(prefix + "bias", _shape(bias_param), weight.numel)
-    return LayerSpec(
-        name=name,
-        kind=kind.name,
-        d_in=d_in,
-        d_out=d_out,
-        weight=weight,
-        bias=bias,
-        parts=_parts(name, module, d_out, config),
-        a_blocks=cut(d_in + (bias is not None), config.max_factor_dim),
-        g_blocks=cut(d_out, config.max_factor_dim),
-    )
-
-
-def _extra_parameters(name: str, module: nn.Module, spec: LayerSpec) -> list[LeftOut]:
-    """What a subclass of a supported layer has besides weight and bias."""
-    prefix = f"{name}." if name else ""
-    inside = {slot.name for slot in spec.slots}
-    return [
-        LeftOut(prefix + key, "Parameter", "is neither weight nor bias of its layer", _numel(param))
-        for key, param in module.named_parameters(recurse=False)
-        if param.requires_grad and prefix + key not in inside
-    ]
-
-
-def _parts(name: str, module: nn.Module, d_out: int, config: KFACConfig) -> int:
-    """Matrices stacked along the rows; a default pattern that does not fit was a wrong guess."""
-    parts = next((n for p, n in config.fused_parts.items() if matches(name, module, p)), 1)
-    if d_out % parts == 0:
-        return parts
-    if "fused_parts" not in config.model_fields_set:
-        return 1  # an adapter or a grouped-query projection under a telling name
-    raise CoverageError(
-        "E135",
-        f"layer {name}: {d_out} rows cannot be split into {parts} equal parts; correct "
-        "kfac.fused_parts",
-    )
 
 
 def _attention_projections(model: nn.Module) -> set[int]:
@@ -247,15 +211,3 @@ def _refuse_unsupported(unsupported: list[tuple[str, str]]) -> None:
         f"strict_layers: {len(unsupported)} modules are not supported: {names}; list them in "
         "kfac.skip_layers or set strict_layers to false",
     )
-
-
-def _shape(param: nn.Parameter) -> tuple[int, ...]:
-    # Under ZeRO-3 the parameter itself is empty and its full shape travels beside it.
-    return tuple(getattr(param, "ds_shape", param.shape))
-
-
-def _numel(param: nn.Parameter) -> int:
-    count = 1
-    for dim in _shape(param):
-        count *= dim
-    return count

@@ -11,6 +11,7 @@ convolutions Grosse & Martens 2016 (arXiv 1602.01407):
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -77,13 +78,13 @@ class LinearKind:
             positions = x.flatten(1, -2)
             # Of an empty sequence nothing is known: its mean counts as zero, not as 0 / 0.
             return positions.mean(dim=1) if positions.shape[1] else positions.sum(dim=1)
-        return x.reshape(-1, x.shape[-1])
+        return _matrix(x)
 
     def gradient_rows(self, module: nn.Module, g: Tensor, sharing: str) -> Tensor:
         """Rows of ``[..., d_out]``."""
         if sharing == "reduce" and g.ndim > 2:
             return g.flatten(1, -2).sum(dim=1)
-        return g.reshape(-1, g.shape[-1])
+        return _matrix(g)
 
     def loss_terms(self, g: Tensor, rows: int, sharing: str) -> int:
         """One loss term per row."""
@@ -96,6 +97,11 @@ class LinearKind:
     def from_matrix(self, matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Already weight-shaped."""
         return matrix
+
+
+def _matrix(x: Tensor) -> Tensor:
+    # Counted, not inferred: a tensor rank may hold none of the features.
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 @dataclass(frozen=True)

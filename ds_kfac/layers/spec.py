@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 
 from ds_kfac.layers.blocks import Block
+from ds_kfac.layers.shards import Shards
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ class LayerSpec:
         parts: Matrices stacked along the rows (fused query/key/value: 3).
         a_blocks: Diagonal blocks of A over the columns.
         g_blocks: Diagonal blocks of G over the rows.
+        shards: How the weight is cut over the tensor group, None where every rank has all of
+            it. Dims, shapes and blocks are then those of the whole layer, and its flat gradient
+            is that of the shards one after another: all weight shards, then all bias shards.
     """
 
     name: str
@@ -59,6 +63,7 @@ class LayerSpec:
     parts: int
     a_blocks: tuple[Block, ...]
     g_blocks: tuple[Block, ...]
+    shards: Shards | None = None
 
     @property
     def columns(self) -> int:
@@ -74,6 +79,10 @@ class LayerSpec:
     def numel(self) -> int:
         """Elements of the matrix view."""
         return self.d_out * self.columns
+
+    def is_cut(self, slot: ParamSlot) -> bool:
+        """Whether the ranks of the tensor group hold different elements of a parameter."""
+        return self.shards is not None and (slot is self.weight or self.shards.rows)
 
     @property
     def block_sizes(self) -> tuple[int, ...]:

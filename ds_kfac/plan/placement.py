@@ -39,14 +39,16 @@ def place(
     held = [_held(spec, layouts, size) for spec in specs]
     if strategy == "memory" or not any(any(shares) for shares in held):
         return balance(costs, size)
-    owners = [
-        _argmax(shares) if max(shares) > _even(spec, size) else -1
-        for spec, shares in zip(specs, held, strict=True)
-    ]
+    homes = [_homes(spec, layouts, shares) for spec, shares in zip(specs, held, strict=True)]
+    owners = [home[0] if len(home) == 1 else -1 for home in homes]
     loads = [0.0] * size
     for owner, cost in zip(owners, costs, strict=True):
         if owner >= 0:
             loads[owner] += cost
+    for index in _by_cost(costs):
+        if owners[index] < 0 and homes[index]:
+            owners[index] = min(homes[index], key=lambda rank: (loads[rank], rank))
+            loads[owners[index]] += costs[index]
     for index in _by_cost(costs):
         if owners[index] < 0:
             owners[index] = _argmin(loads)
@@ -96,17 +98,21 @@ def _rebalance(
 def _held(spec: LayerSpec, layouts: Mapping[str, Layout], size: int) -> list[int]:
     shares = [0] * size
     for slot in spec.slots:
-        for piece in layouts[slot.name].pieces:
-            shares[piece.rank] += piece.numel
+        for pieces in layouts[slot.name].sets:
+            for piece in pieces:
+                shares[piece.rank] += piece.numel
     return shares
 
 
-def _even(spec: LayerSpec, size: int) -> int:
-    """A rank's share of a layer whose parameters are cut evenly, as under ZeRO 3.
+def _homes(spec: LayerSpec, layouts: Mapping[str, Layout], shares: Sequence[int]) -> list[int]:
+    """Ranks that hold more of a layer than all others.
 
-    Such a layer has no home; the first of equals would be given every one of them.
+    None where its parameters are cut evenly, as under ZeRO 3. Several where each tensor rank
+    has a shard of the same size: the first of equals would be given every layer.
     """
-    return sum(-(-slot.numel // size) for slot in spec.slots)
+    even = sum(-(-slot.numel * len(layouts[slot.name].sets) // len(shares)) for slot in spec.slots)
+    most = max(shares)
+    return [rank for rank, share in enumerate(shares) if share == most] if most > even else []
 
 
 def _by_cost(costs: Sequence[float]) -> list[int]:

@@ -30,6 +30,8 @@ class Segment:
         start: First element in the layer's flat gradient.
         offset: First element in the flattened parameter.
         numel: Elements.
+        source: The owner reads these elements here; other holders of the same elements only
+            get the direction back.
     """
 
     layer: int
@@ -38,6 +40,7 @@ class Segment:
     start: int
     offset: int
     numel: int
+    source: bool = True
 
 
 @dataclass(frozen=True)
@@ -62,30 +65,50 @@ class Exchange:
         """Layers owned by a rank, in table order."""
         return [layer for layer, owner in enumerate(self.owners) if owner == rank]
 
-    def local(self, rank: int) -> list[Segment]:
+    def local(self, rank: int, *, sources_only: bool = False) -> list[Segment]:
         """Slices a rank holds of its own layers: they never travel."""
-        return [s for s in self.segments if s.holder == rank == self.owners[s.layer]]
+        return [
+            s
+            for s in self.segments
+            if s.holder == rank == self.owners[s.layer] and (s.source or not sources_only)
+        ]
 
-    def outgoing(self, rank: int) -> list[list[Segment]]:
-        """Per owner, the slices this rank sends it, in table order."""
+    def outgoing(self, rank: int, *, sources_only: bool = False) -> list[list[Segment]]:
+        """Per owner, the slices this rank holds of its layers, in table order.
+
+        Args:
+            rank: The holder.
+            sources_only: Those that owners read; all of them get directions back.
+        """
         parts: list[list[Segment]] = [[] for _ in range(self.size)]
         for segment in self.segments:
             owner = self.owners[segment.layer]
-            if segment.holder == rank != owner:
+            if segment.holder == rank != owner and (segment.source or not sources_only):
                 parts[owner].append(segment)
         return parts
 
-    def incoming(self, rank: int) -> list[list[Segment]]:
-        """Per holder, the slices this rank receives as owner, in table order."""
+    def incoming(self, rank: int, *, sources_only: bool = False) -> list[list[Segment]]:
+        """Per holder, the slices of this rank's layers that are elsewhere, in table order.
+
+        Args:
+            rank: The owner.
+            sources_only: Those that it reads; all of them get directions back.
+        """
         parts: list[list[Segment]] = [[] for _ in range(self.size)]
         for segment in self.segments:
             if self.owners[segment.layer] == rank != segment.holder:
-                parts[segment.holder].append(segment)
+                if segment.source or not sources_only:
+                    parts[segment.holder].append(segment)
         return parts
 
     @property
+    def moves_gradients(self) -> bool:
+        """Whether owners read slices elsewhere: otherwise no gradient travels."""
+        return any(s.source and s.holder != self.owners[s.layer] for s in self.segments)
+
+    @property
     def moves_shards(self) -> bool:
-        """Whether any sharded slice is not at its owner: otherwise there is no all-to-all."""
+        """Whether any slice is not at its owner: otherwise no direction comes back that way."""
         return any(s.holder != self.owners[s.layer] for s in self.segments)
 
     def shared_numel(self, rank: int) -> int:
@@ -101,7 +124,7 @@ class Exchange:
 
     def sent_numel(self, rank: int) -> tuple[int, int]:
         """Elements a rank sends per step: gradients to owners, directions from owners."""
-        out = sum(s.numel for part in self.outgoing(rank) for s in part)
+        out = sum(s.numel for part in self.outgoing(rank, sources_only=True) for s in part)
         back = sum(s.numel for part in self.incoming(rank) for s in part)
         return out, back + self.gather_numel * (self.size - 1)
 
@@ -162,15 +185,30 @@ def build(
             layout = layouts[slot.name]
             if layout.replicated:
                 replicated.add(layer)
-            for piece in layout.pieces:
-                start = slot.offset + piece.start
-                segments.append(
-                    Segment(layer, slot.name, piece.rank, start, piece.start, piece.numel)
-                )
+            source = _source(layout, owners[layer])
+            for index, pieces in enumerate(layout.sets):
+                for piece in pieces:
+                    segments.append(
+                        Segment(
+                            layer,
+                            slot.name,
+                            piece.rank,
+                            slot.offset + piece.start,
+                            piece.start,
+                            piece.numel,
+                            index == source,
+                        )
+                    )
     exchange = Exchange(
         tuple(owners), tuple(segments), frozenset(replicated), tuple(s.numel for s in specs), size
     )
     return Program(exchange, _rounds(specs, owners, size))
+
+
+def _source(layout: Layout, owner: int) -> int:
+    """The set of slices that an owner reads: the one it has most of itself."""
+    held = [sum(p.numel for p in pieces if p.rank == owner) for pieces in layout.sets]
+    return held.index(max(held))
 
 
 def _rounds(

@@ -35,7 +35,15 @@ class Layout:
         pieces: Disjoint slices that cover the parameter, one per rank at most; empty when
             ``replicated``.
         replicated: Every rank holds the whole gradient.
+        copies: Further sets of slices that cover the parameter: under tensor parallelism some
+            parameters are whole on every tensor rank, and sharded ones on every data rank.
     """
 
     pieces: tuple[Piece, ...] = ()
     replicated: bool = False
+    copies: tuple[tuple[Piece, ...], ...] = ()
+
+    @property
+    def sets(self) -> tuple[tuple[Piece, ...], ...]:
+        """All sets of slices, each of which covers the parameter."""
+        return (self.pieces, *self.copies)

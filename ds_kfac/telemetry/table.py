@@ -44,4 +44,8 @@ def layer_table(table: LayerTable, owners: Sequence[int]) -> str:
 def _dims(spec: LayerSpec) -> str:
     bias = " + bias" if spec.bias is not None else ""
     parts = f" ({spec.parts} parts)" if spec.parts > 1 else ""
-    return f"{spec.d_out} x {spec.d_in}{bias}{parts}"
+    cut = ""
+    if spec.shards is not None:
+        side = "rows" if spec.shards.rows else "columns"
+        cut = f" ({side} over {spec.shards.size} ranks)"
+    return f"{spec.d_out} x {spec.d_in}{bias}{parts}{cut}"
