@@ -22,6 +22,7 @@ from ds_kfac.hosts import (
     deepspeed_checkpoint,
     deepspeed_config,
     deepspeed_pipe,
+    deepspeed_sequence,
     deepspeed_support,
     deepspeed_tensor,
 )
@@ -112,6 +113,7 @@ def attach_engine(engine: Any, config: KFACConfig) -> KFAC:
     if engine.__dict__.get("kfac") is not None:
         raise ConfigError("E212", "this engine has K-FAC already; call engine.kfac.detach() first")
     deepspeed_support.check_engine(engine)
+    deepspeed_sequence.check_sequence(engine, config)
     check_base_optimizer(engine.basic_optimizer, config)
     host = _host_of(engine)
     own = is_own_optimizer(engine.basic_optimizer)
@@ -145,6 +147,7 @@ class DeepSpeedHost:
         self.groups = Groups(data=engine.seq_data_parallel_group)
         self._engine = engine
         self._ranks = torch.distributed.get_world_size(self.groups.data)
+        self._averaging_ranks = deepspeed_sequence.averaging_ranks(engine)
         self._storage = storage_of(engine, self.groups)
         self._group_index = _group_index(engine)
 
@@ -170,8 +173,7 @@ class DeepSpeedHost:
 
     def output_scale(self) -> float:
         """Undo the loss scale, apply the average over ranks; accumulation is in the loss."""
-        ranks = self._ranks if self._engine.gradient_average else 1
-        return 1.0 / (self._storage.stored_scale() * ranks)
+        return 1.0 / (self._storage.stored_scale() * self._averaging_ranks)
 
     def stored_scale(self) -> float:
         """The loss scale."""

@@ -27,8 +27,6 @@ def check_config(config: Mapping[str, Any]) -> None:
         if (config.get(key[:4]) or {}).get(key):
             problems.append(f"{key[:4]}.{key} (directions need fp32 master weights; remove it)")
     problems += _tensor_problems(config)
-    if config.get("sequence_parallel_size", 1) != 1:
-        problems.append("sequence_parallel_size (remove it)")
     if (config.get("compile") or {}).get("deepcompile"):
         problems.append("compile.deepcompile (its graphs bypass the hooks; set it to false)")
     if problems:
