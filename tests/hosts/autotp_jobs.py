@@ -308,3 +308,18 @@ def resumed(
             engine.destroy()
         found.append((weights[0], weights[1]))
     return found
+
+
+def from_file(rank: int, size: int, path: str) -> tuple[int, bool]:
+    """Steps that a Llama took with a JSON file as it is, and whether its layers were cut."""
+    deepspeed_cpu.prepare()
+    cell = Cell({}, model="llama")
+    model = make_model(cell)
+    engine, *_ = ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=path)
+    for step in range(2):
+        x, y = batch(cell, step)
+        engine.backward(loss_of(engine, cell, x, y))
+        engine.step()
+    steps, cut = engine.kfac.counters.steps, "column" in engine.kfac.table()
+    engine.destroy()
+    return steps, cut

@@ -22,6 +22,7 @@ pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.dist
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 NATURAL = {"direction": "natural", "damping": 0.3, "kl_clip": 1.0}
 ORTHOGONAL = {"direction": "orthogonal", "damping": 0.1, "max_factor_dim": 6}  # 10 rows: 5 + 5
 HEAD = {"skip_layers": []}
@@ -376,3 +377,11 @@ def test_resume_is_exact(tmp_path: Path) -> None:
         for name, (straight, resumed) in zip(names, found, strict=True):
             for key, value in straight.items():
                 assert torch.equal(value, resumed[key]), (name, key)
+
+
+def test_the_configuration_file_trains() -> None:
+    """configs/zero1_kfac_autotp.json on two ranks that hold one Llama between them."""
+    for steps, cut in world(2).run(
+        jobs.from_file, str(CONFIGS / "zero1_kfac_autotp.json"), isolated=True
+    ):
+        assert steps == 2 and cut
