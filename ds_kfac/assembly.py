@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +23,7 @@ from ds_kfac.plan.program import Program, build
 from ds_kfac.plan.tensor import grid_of, joint_layouts
 
 if TYPE_CHECKING:
-    from ds_kfac.hosts.base import Groups, Host
+    from ds_kfac.hosts.base import Expert, Groups, Host
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,14 @@ class Communicators:
         tensor: Ranks that hold the shards of the same layers.
         work: Ranks that share the layers' work: data times tensor where layers are whole ones,
             data alone where every tensor rank's shards are layers of their own.
+        experts: Ranks that hold the same experts, by the host's key.
     """
 
     data: Communicator
     model: Communicator
     tensor: Communicator
     work: Communicator
+    experts: Mapping[str, Communicator] = field(default_factory=dict)
 
     @classmethod
     def of(cls, groups: Groups, ledger: Ledger, *, blocks: bool) -> Communicators:
@@ -60,6 +62,7 @@ class Communicators:
             model=Communicator(groups.model or groups.data, ledger),
             tensor=tensor,
             work=Communicator(groups.work, ledger) if shared else data,
+            experts={key: Communicator(group, ledger) for key, group in groups.experts.items()},
         )
 
     @property
@@ -79,12 +82,30 @@ class Communicators:
 
 
 @dataclass(frozen=True)
+class PartitionPlan:
+    """Layers whose work the same ranks share.
+
+    Attributes:
+        layers: In table order.
+        communicator: Those ranks.
+        program: Owners and everything that moves.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    communicator: Communicator
+    program: Program
+
+
+@dataclass(frozen=True)
 class Assembly:
     """The static side of a preconditioner.
 
     Attributes:
         layers: Preconditioned layers and what was left out.
-        program: Owners and everything that moves.
+        partitions: The same layers by the ranks that share them, in the same order on all
+            ranks: the dense ones first.
+        experts: Names of modules that see padded tokens.
+        stored_names: Name of each layer in files, where it is that of no other layer of any rank.
         device: Where parameters live.
         dtype: Dtype of factors, bases and directions: fp32, for fp64 models fp64.
         stored_dtype: Dtype of the layers' stored gradients; they travel in it.
@@ -94,7 +115,9 @@ class Assembly:
     """
 
     layers: LayerTable
-    program: Program
+    partitions: tuple[PartitionPlan, ...]
+    experts: tuple[str, ...]
+    stored_names: Mapping[str, str]
     device: torch.device
     dtype: torch.dtype
     stored_dtype: torch.dtype
@@ -103,7 +126,7 @@ class Assembly:
 
 
 def assemble(host: Host, config: KFACConfig, comms: Communicators) -> Assembly:
-    """Find the layers, place them and derive the program.
+    """Find the layers, place them and derive the programs.
 
     Args:
         host: The framework's adapter.
@@ -116,7 +139,6 @@ def assemble(host: Host, config: KFACConfig, comms: Communicators) -> Assembly:
     """
     tensor = _tensor_cut(host, config, comms)
     layers = _discover(host, config, comms.model, tensor)
-    agree(comms.work, "the set of layers", layers.fingerprint())
     agree(comms.model, "the kfac configuration", config.model_dump_json())
     parameters = dict(host.model.named_parameters())
     weights = [parameters[spec.weight.name] for spec in layers.layers]
@@ -126,20 +148,67 @@ def assemble(host: Host, config: KFACConfig, comms: Communicators) -> Assembly:
     for weight in weights:
         stored = torch.promote_types(stored, weight.dtype)
     stored = host.gradient_dtype() or stored
-    program = _program(host, config, layers.layers, comms)
-    agree(comms.work, "the communication program", program.fingerprint())
+    experts = _experts(host)
     uncounted: frozenset[str] = frozenset()
     if tensor is not None and tensor.blocks and tensor.rank > 0:
         uncounted = frozenset(s.name for s in layers.layers if s.name not in tensor.modules)
     return Assembly(
         layers=layers,
-        program=program,
+        partitions=tuple(
+            _partition(host, config, specs, communicator, comms)
+            for specs, communicator in _split(layers, experts, comms)
+        ),
+        experts=tuple(experts),
+        stored_names={
+            spec.name: _stored_name(spec.name, experts) + comms.shard for spec in layers.layers
+        },
         device=first.device,
         dtype=torch.promote_types(stored, torch.float32),
         stored_dtype=stored,
         is_stage=_excluded(host) is not None,
         uncounted=uncounted,
     )
+
+
+def _split(
+    layers: LayerTable, experts: Mapping[str, Expert], comms: Communicators
+) -> list[tuple[tuple[LayerSpec, ...], Communicator]]:
+    """Layers by the ranks that share them; the same groups in the same order on every rank."""
+    expert_of = {spec.name: _expert_of(spec.name, experts) for spec in layers.layers}
+    parts = [(tuple(s for s in layers.layers if expert_of[s.name] is None), comms.work)]
+    for key in sorted({expert.group for expert in experts.values()}):
+        inside = {name for name, at in expert_of.items() if at and experts[at].group == key}
+        parts.append((tuple(s for s in layers.layers if s.name in inside), comms.experts[key]))
+    return parts
+
+
+def _partition(
+    host: Host,
+    config: KFACConfig,
+    specs: tuple[LayerSpec, ...],
+    communicator: Communicator,
+    comms: Communicators,
+) -> PartitionPlan:
+    agree(communicator, "the set of layers", LayerTable(specs, ()).fingerprint())
+    program = _program(host, config, specs, communicator, comms)
+    agree(communicator, "the communication program", program.fingerprint())
+    return PartitionPlan(specs, communicator, program)
+
+
+def _expert_of(name: str, experts: Mapping[str, Expert]) -> str | None:
+    """Module name of the expert that a layer belongs to; None for dense layers."""
+    return next((expert for expert in experts if f"{name}.".startswith(f"{expert}.")), None)
+
+
+def _stored_name(name: str, experts: Mapping[str, Expert]) -> str:
+    expert = _expert_of(name, experts)
+    return name if expert is None else experts[expert].name + name.removeprefix(expert)
+
+
+def _experts(host: Host) -> Mapping[str, Expert]:
+    """Expert modules by name."""
+    experts: Callable[[], Mapping[str, Expert]] | None = getattr(host, "experts", None)
+    return {} if experts is None else experts()
 
 
 def _tensor_cut(host: Host, config: KFACConfig, comms: Communicators) -> TensorCut | None:
@@ -162,7 +231,7 @@ def _discover(
             host.model,
             config,
             optimized=host.learning_rates().keys(),
-            excluded=excluded,
+            excluded={**(excluded or {}), **_uncalled(host)},
             whole=excluded is None,
             tensor=tensor,
         )
@@ -181,12 +250,22 @@ def _excluded(host: Host) -> Mapping[str, str] | None:
     return None if excluded is None else excluded()
 
 
+def _uncalled(host: Host) -> Mapping[str, str]:
+    """Modules whose weights the host's own code uses without calling them, and why."""
+    uncalled: Callable[[], Mapping[str, str]] | None = getattr(host, "uncalled", None)
+    return {} if uncalled is None else uncalled()
+
+
 def _program(
-    host: Host, config: KFACConfig, specs: tuple[LayerSpec, ...], comms: Communicators
+    host: Host,
+    config: KFACConfig,
+    specs: tuple[LayerSpec, ...],
+    communicator: Communicator,
+    comms: Communicators,
 ) -> Program:
-    size = comms.work.size
+    size = communicator.size
     layouts = host.layouts([slot.name for spec in specs for slot in spec.slots])
-    if comms.shares_tensor:
+    if comms.shares_tensor and communicator is comms.work:
         grid = grid_of(comms.work.gather_objects((comms.tensor.rank, comms.data.rank)))
         layouts = joint_layouts(specs, comms.tensor.gather_objects(layouts), grid)
     # Intervals may be schedules; the latest value governs most of a run.

@@ -16,7 +16,7 @@ from ds_kfac.layers.matrixview import to_flat, to_matrix
 from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.plan.program import ReduceItem
 from ds_kfac.refresh import RefreshSettings, fold, refresh
-from ds_kfac.restore import Needs, check_layers, has_foreign_bases, signature
+from ds_kfac.restore import Needs, has_foreign_bases, signature
 from ds_kfac.state import LayerState
 
 logger = logging.getLogger(__name__)
@@ -152,8 +152,13 @@ class Owner:
         """State of every owned layer by name."""
         return {state.spec.name: state.state_dict() for state in self.states.values()}
 
+    @property
+    def needs(self) -> Needs:
+        """What saved states have to hold."""
+        return Needs.of(self._config, self._momentum, self._dtype)
+
     def restored(
-        self, saved: Any, *, step: int, settings: Mapping[str, Any] | None
+        self, saved: Mapping[str, Any], *, step: int, settings: Mapping[str, Any] | None
     ) -> dict[int, LayerState]:
         """Saved states of all owned layers, ready to take the place of the present ones.
 
@@ -161,16 +166,12 @@ class Owner:
         has no use for are recomputed from them.
 
         Args:
-            saved: What :meth:`state_dict` returned.
+            saved: States by layer name, which :func:`ds_kfac.restore.check_layers` has found to
+                fit; others are left alone.
             step: Applied steps at that time.
             settings: What bases depended on then, see :func:`ds_kfac.restore.signature`.
-
-        Raises:
-            StateError: Layers, shapes or moments do not fit (E302).
         """
-        specs = [state.spec for state in self.states.values()]
-        needs = Needs.of(self._config, self._momentum, self._dtype)
-        check_layers(specs, saved, needs)
+        needs = self.needs
         states = {
             index: LayerState.restored(
                 state.spec, needs.kept(saved[state.spec.name]), self._device, self._dtype

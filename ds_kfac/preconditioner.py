@@ -11,12 +11,15 @@ One optimizer step, seen from here (collectives in brackets):
 4. gradients to owners [1 all-to-all, or nothing where owners hold them];
 5. directions, scaled by the KL clip of the whole model [1 scalar all-reduce];
 6. directions back [1 all-to-all or all-gather], written where the host keeps its gradients.
+
+Each partition (experts are one of their own) has 3, 4 and 6 in its own group; votes and scalars
+are those of the whole model.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,20 +27,21 @@ from torch import Tensor
 
 from ds_kfac import schedules
 from ds_kfac.assembly import Communicators, assemble
+from ds_kfac.capture.experts import TokenMasks, watch_experts
 from ds_kfac.capture.hooks import install
-from ds_kfac.capture.session import CaptureSession, Pending, packer
+from ds_kfac.capture.session import CaptureSession, Pending
 from ds_kfac.checkpoint.stateful import Stateful
 from ds_kfac.comm.guard import Guard
 from ds_kfac.comm.ledger import Ledger
-from ds_kfac.comm.run import GradientExchange, reduce_factors
 from ds_kfac.comm.vote import Verdict, health, raise_everywhere
 from ds_kfac.config import KFACConfig
 from ds_kfac.errors import StateError, nearest
 from ds_kfac.layers.spec import LayerTable
 from ds_kfac.math.directions import kl_scale
-from ds_kfac.owner import Owner, resolve_momentum
+from ds_kfac.owner import resolve_momentum
+from ds_kfac.partition import Directions, Partition
+from ds_kfac.state import LayerState
 from ds_kfac.step_input import StepInput, read, refuse_nonfinite, refuse_unfrozen
-from ds_kfac.telemetry.factors import gather_factors
 from ds_kfac.telemetry.metrics import Counters, collect
 from ds_kfac.telemetry.table import layer_table
 
@@ -69,39 +73,29 @@ class KFAC(Stateful):
         comms = Communicators.of(
             host.groups, self._ledger, blocks=config.tensor_parallel == "block"
         )
-        self._work, self._model, self._shard = comms.work, comms.model, comms.shard
+        self._work, self._model = comms.work, comms.model
         self._grad_norm: Tensor | None = None
         self._kl_scale: Tensor | None = None
         self._guard = Guard()
         self._on_detach: list[Callable[[], None]] = []
         parts = assemble(host, config, comms)
-        self._layers, self._program = parts.layers, parts.program
-        self._device, self._dtype = parts.device, parts.dtype
-        self._exchange = GradientExchange(
-            self._program.exchange,
-            self._work,
-            wire_dtype=parts.stored_dtype,
-            dtype=self._dtype,
-            device=self._device,
-            guard=self._guard,
-        )
+        self._layers, self._device = parts.layers, parts.device
+        self._stored_names = parts.stored_names
+        momentum = resolve_momentum(config, own_optimizer=own_optimizer)
+        self._partitions = [
+            Partition(plan, parts, config, momentum=momentum, guard=self._guard)
+            for plan in parts.partitions
+        ]
         specs = self._layers.layers
         self._frozen = self._layers.frozen_weights()
         self._ours = {slot.name for spec in specs for slot in spec.slots}
-        self._owner = Owner(
-            specs,
-            self._exchange.owned,
-            config,
-            momentum=resolve_momentum(config, own_optimizer=own_optimizer),
-            device=self._device,
-            dtype=self._dtype,
-            uncounted=parts.uncounted,
-        )
+        masks = TokenMasks(parts.experts, [spec.name for spec in specs])
         self._session = CaptureSession(
             {spec.name: spec for spec in specs},
             config.weight_sharing,
-            self._dtype,
-            comms.row_sharing(),
+            parts.dtype,
+            sharing=comms.row_sharing(),
+            masks=masks,
         )
         self._handles = install(
             host.model,
@@ -109,6 +103,7 @@ class KFAC(Stateful):
             output_scale=host.output_scale,
             gradients_stay=host.gradients_stay_in_parameters(),
         )
+        self._handles += watch_experts(host.model, masks, wanted=lambda: self._session.active)
         self._begin_step()
         if self._work.rank == 0 and (self._model.rank == 0 or parts.is_stage):
             host.announce(self.table())
@@ -122,9 +117,11 @@ class KFAC(Stateful):
 
     @property
     def owners(self) -> dict[str, int]:
-        """Owner of each layer by name: its rank among those that share the layers' work."""
-        owners = self._program.exchange.owners
-        return {spec.name: owner for spec, owner in zip(self._layers.layers, owners, strict=True)}
+        """Owner of each layer by name: its rank in the group that shares the layer."""
+        owners: dict[str, int] = {}
+        for partition in self._partitions:
+            owners |= partition.owners
+        return {spec.name: owners[spec.name] for spec in self._layers.layers}
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -138,7 +135,7 @@ class KFAC(Stateful):
 
     def table(self) -> str:
         """Printable table: name, kind, dims, blocks and owner, or the reason for being left out."""
-        return layer_table(self._layers, self._program.exchange.owners)
+        return layer_table(self._layers, list(self.owners.values()))
 
     def coverage(self) -> str:
         """One line: what is preconditioned and what is not."""
@@ -148,7 +145,7 @@ class KFAC(Stateful):
         """Current counts and values of this rank, as floats (synchronises with the device)."""
         return collect(
             self.counters,
-            self._owner.states.values(),
+            self._states().values(),
             damping=schedules.value_at(self.config.resolved_damping, self.counters.steps),
             tensors={"grad_norm": self._grad_norm, "kl_scale": self._kl_scale},
         )
@@ -179,14 +176,8 @@ class KFAC(Stateful):
             raise StateError(
                 "E310", f"no preconditioned layer {name!r};{nearest(name, names)} See kfac.table()"
             )
-        return gather_factors(
-            names.index(name),
-            self._layers.layers,
-            self._program.exchange,
-            self._owner.states,
-            self._work,
-            like=torch.empty(0, device=self._device, dtype=self._dtype),
-        )
+        partition = next(p for p in self._partitions if name in p.owners)
+        return partition.factors(name)
 
     def detach(self) -> None:
         """Remove every hook and wrapper; the host trains on as if ds_kfac had never been there."""
@@ -278,10 +269,18 @@ class KFAC(Stateful):
         refuse_unfrozen(begun, self._frozen)
         return begun
 
+    def _states(self) -> dict[str, LayerState]:
+        """State of every layer this rank owns, by name."""
+        return {
+            state.spec.name: state
+            for partition in self._partitions
+            for state in partition.owner.states.values()
+        }
+
     def _clip_coefficient(self, step: StepInput) -> Tensor | None:
-        norm, gradients = step.norm, step.gradients
-        if gradients.partial:
-            norm = self._model.sum_(norm.square() * gradients.share, "scalars").sqrt()
+        norm = step.norm
+        if step.gradients.partial:
+            norm = self._model.sum_(norm.square(), "scalars").sqrt()
         self._grad_norm = norm / step.stored_scale
         if step.clip_threshold <= 0:
             return None
@@ -289,87 +288,36 @@ class KFAC(Stateful):
 
     def _update_curvature(self, pending: dict[str, Pending]) -> None:
         step = self.counters.steps
-        if schedules.is_due(self.config.factor_update_steps, step):
-            pack = packer(pending, self._layers.layers)
-            sums = reduce_factors(
-                self._program.rounds,
-                self._work,
-                lambda item, out: self._guard.run(lambda: pack(item, out)),
-                dtype=self._dtype,
-                device=self._device,
-            )
-            self._guard.run(lambda: self._owner.fold(sums, step=step))
-            self.counters.captures += 1
-        if schedules.is_due(self.config.inv_update_steps, step):
-            done = self._guard.run(lambda: self._owner.refresh(step=step))
-            self.counters.decompositions += done or 0
-            self.counters.refreshes += 1
+        for partition in self._partitions:
+            self.counters.decompositions += partition.update_curvature(pending, step)
+        self.counters.captures += schedules.is_due(self.config.factor_update_steps, step)
+        self.counters.refreshes += schedules.is_due(self.config.inv_update_steps, step)
 
     def _replace_gradients(self, step: StepInput, clip: Tensor | None) -> None:
-        flats = self._exchange.to_owners(step.gradients.views)
-        result = self._guard.run(lambda: self._directions(flats, step, clip))
-        flats.clear()
-        directions, change = self._no_directions() if result is None else result
-        scale = self._trust_scale(change)
-        if scale is not None and result is not None and directions:
-            torch._foreach_mul_(list(directions.values()), scale)
-        slices, shared = self._exchange.from_owners(directions)
-        self._guard.run(lambda: self._write(slices, shared, clip))
+        number = self.counters.steps
+        found = [partition.directions(step, number, clip) for partition in self._partitions]
+        scale = self._trust_scale(found)
+        written: dict[str, Tensor] = {}
+        for partition, directions in zip(self._partitions, found, strict=True):
+            written |= partition.hand_back(directions, scale)
+        self._guard.run(lambda: self._write(written, clip))
         self.counters.preconditions += 1
 
-    def _directions(
-        self, flats: dict[int, Tensor], step: StepInput, clip: Tensor | None
-    ) -> tuple[dict[int, Tensor], Tensor]:
-        stored = step.stored_scale
-        for layer in self._exchange.owned:
-            if layer not in flats:  # replicated: the whole gradient is here already
-                flats[layer] = self._replicated(layer, step.gradients.views)
-        return self._owner.directions(
-            flats,
-            step=self.counters.steps,
-            scale=1.0 / stored if clip is None else (clip / stored).to(self._dtype),
-            stored_scale=stored,
-            learning_rates=step.learning_rates,
-        )
-
-    def _no_directions(self) -> tuple[dict[int, Tensor], Tensor]:
-        """Zeros in place of what failed: other ranks wait for them, and they move nothing."""
-        zero = torch.zeros(1, device=self._device, dtype=self._dtype)
-        specs = self._layers.layers
-        directions = {layer: zero.expand(specs[layer].numel) for layer in self._exchange.owned}
-        return directions, torch.zeros((), device=self._device, dtype=torch.float64)
-
-    def _replicated(self, layer: int, views: Mapping[str, Tensor]) -> Tensor:
-        parts = [
-            views[slot.name] if slot.name in views else torch.zeros(slot.numel, device=self._device)
-            for slot in self._layers.layers[layer].slots
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _trust_scale(self, modelled_change: Tensor) -> Tensor | None:
+    def _trust_scale(self, found: Sequence[Directions]) -> Tensor | None:
         """KL clip of the whole model: one scalar, reduced over all ranks that share it."""
         if not self.config.uses_kl_clip or self.config.kl_clip is None:
             return None
-        total = self._model.sum_(modelled_change, "scalars")
+        change = torch.stack([directions.change for directions in found]).sum()
+        total = self._model.sum_(change, "scalars")
         clip = schedules.value_at(self.config.kl_clip, self.counters.steps)
         self._kl_scale = kl_scale(total, clip)
         return self._kl_scale
 
-    def _write(
-        self,
-        slices: list[tuple[Any, Tensor]],
-        shared: Mapping[int, Tensor],
-        clip: Tensor | None,
-    ) -> None:
+    def _write(self, values: Mapping[str, Tensor], clip: Tensor | None) -> None:
         views = self._host.writable()
-        specs = self._layers.layers
-        for segment, values in slices:
-            if segment.param in views:
-                views[segment.param][: segment.numel].copy_(values)
-        for layer, flat in shared.items():
-            for slot in specs[layer].slots:
-                if slot.name in views:
-                    views[slot.name].copy_(flat[slot.offset : slot.offset + slot.numel])
+        for name, value in values.items():
+            if name in views:
+                views[name][: value.numel()].copy_(value)
         others = [view for name, view in views.items() if name not in self._ours]
         if clip is not None and others:
             torch._foreach_mul_(others, clip.to(others[0]))

@@ -86,7 +86,8 @@ def fold(
     for layer, parts in items.items():
         state = states[layer]
         used, seen, terms = parts["counts", 0].double().unbind()
-        elapsed = 0 if state.folded_at < 0 else step - state.folded_at
+        # Which step the last one was is known on the device alone: counts are not read back.
+        elapsed = torch.where(state.folded_at < 0, 0, step - state.folded_at).double()
         rho = torch.where(used > 0, decay**elapsed, 1.0)
         # Subsampled rows stand for all rows; terms^2 turns gradients of the mean into
         # gradients per term and weights the batch by its terms.
@@ -96,7 +97,7 @@ def fold(
             for index, average in enumerate(side.averages):
                 average.decay_(rho)
                 average.add_(parts[name, index] * scale, weight)
-        state.folded_at = step
+        state.folded_at.copy_(torch.where(used > 0, step, state.folded_at))
 
 
 def refresh(states: Sequence[LayerState], settings: RefreshSettings, *, step: int) -> int:

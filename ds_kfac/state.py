@@ -80,10 +80,11 @@ class LayerState:
         spec: The layer.
         a: Input factor.
         g: Output-gradient factor.
-        folded_at: Applied step of the last fold, -1 before the first.
         refreshed_at: Applied step of the last refresh, -1 before the first; see ``failures``.
         updates: 0-d fp64, steps in which the layer had a gradient.
         fallbacks: 0-d int64, steps whose direction was not finite and was replaced.
+        folded_at: 0-d int64, applied step of the last fold that saw any rows, -1 before the
+            first.
         moments: Direction state by name, each ``[d_out, columns]``.
     """
 
@@ -92,7 +93,7 @@ class LayerState:
     g: Side
     updates: Tensor
     fallbacks: Tensor
-    folded_at: int = -1
+    folded_at: Tensor
     refreshed_at: int = -1
     moments: dict[str, Tensor] = field(default_factory=dict)
 
@@ -105,6 +106,7 @@ class LayerState:
             Side.zeros(spec.g_blocks, device, dtype),
             torch.zeros((), device=device, dtype=torch.float64),
             torch.zeros((), device=device, dtype=torch.int64),
+            torch.full((), -1, device=device, dtype=torch.int64),
         )
 
     def moment(self, name: str, like: Tensor) -> Tensor:
@@ -177,7 +179,7 @@ class LayerState:
             sides["g"],
             own(saved["updates"], torch.float64),
             own(saved["fallbacks"], torch.int64),
-            int(saved["folded_at"]),
+            own(saved["folded_at"], torch.int64),
             int(saved["refreshed_at"]),
             moments,
         )

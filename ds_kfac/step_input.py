@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,7 +29,8 @@ class StepInput:
     Attributes:
         gradients: The host's reduced gradients.
         pending: Statistics of the step, by layer name.
-        norm: 0-d fp64, norm of this rank's gradients, as stored.
+        norm: 0-d fp64, norm of this rank's share of the gradients, as stored: squares of all
+            ranks add up where they are partial.
         finite: 0-d bool, whether all numbers of this rank are finite.
         stored_scale: What the stored gradients are still multiplied by.
         scale_adapts: Whether that scale is looked for by trial.
@@ -61,8 +63,7 @@ def read(host: Host, session: CaptureSession, device: torch.device) -> StepInput
         lost = [n for n in pending if session.specs[n].weight.name not in gradients.views]
         for name in lost:
             del pending[name]
-    counted = [v for name, v in gradients.views.items() if name not in gradients.duplicates]
-    norm = gradient_norm(counted, device)
+    norm = _norm(gradients, device)
     return StepInput(
         gradients=gradients,
         pending=pending,
@@ -73,6 +74,15 @@ def read(host: Host, session: CaptureSession, device: torch.device) -> StepInput
         clip_threshold=host.clip_threshold(),
         learning_rates=host.learning_rates(),
     )
+
+
+def _norm(gradients: Gradients, device: torch.device) -> Tensor:
+    by_share: dict[float, list[Tensor]] = defaultdict(list)
+    for name, view in gradients.views.items():
+        if name not in gradients.duplicates:
+            by_share[gradients.shares.get(name, gradients.share)].append(view)
+    parts = [gradient_norm(views, device) * share**0.5 for share, views in by_share.items()]
+    return torch.stack(parts).norm() if parts else gradient_norm([], device)
 
 
 def refuse_unfrozen(begun: StepInput, frozen: Mapping[str, str]) -> None:

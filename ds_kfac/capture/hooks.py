@@ -89,10 +89,11 @@ def _forward_hook(
                 return None
             x: Tensor = args[0] if args else kwargs["input" if "input" in kwargs else "x"]
             with torch.no_grad():
-                source = _keep_or_reduce(name, session, module, x)
+                mask = session.masks.of(name)
+                source = _keep_or_reduce(name, session, module, x, mask)
             replacement, target = _hookable(output)
             gradient_hook = _gradient_hook(
-                name, session, module, source, output_scale, output.shape, gradients_stay
+                name, session, module, source, output_scale, output.shape, gradients_stay, mask
             )
             target.register_hook(gradient_hook)  # type: ignore[no-untyped-call]
             return replacement
@@ -135,6 +136,7 @@ def _gradient_hook(
     output_scale: Callable[[], float],
     shape: torch.Size,
     gradients_stay: bool,
+    mask: Tensor | None,
 ) -> Callable[[Tensor], None]:
     def hook(g: Tensor) -> None:
         if not session.active:
@@ -145,7 +147,7 @@ def _gradient_hook(
             session.enter_backward(name, _backward_pass(), is_lost=is_lost)
             with torch.no_grad():
                 # Tensor ranks exchange rows here: before any work that one of them may fail in.
-                rows = session.gradient_rows(name, module, g.reshape(shape))
+                rows = session.gradient_rows(name, module, g.reshape(shape), mask)
                 session.add(name, source(), rows, scale=output_scale())
         except Exception as error:
             session.error = session.error or error
@@ -179,7 +181,7 @@ def _weight(module: nn.Module) -> Tensor | None:
 
 
 def _keep_or_reduce(
-    name: str, session: CaptureSession, module: nn.Module, x: Tensor
+    name: str, session: CaptureSession, module: nn.Module, x: Tensor, mask: Tensor | None
 ) -> Callable[[], InputSums]:
     """Reduce the input now, or keep it until its gradient arrives.
 
@@ -189,7 +191,7 @@ def _keep_or_reduce(
     if not _kept_by_autograd(module, x):
         try:
             # Whoever asks adds to what it gets, and a retained graph asks once per backward.
-            return session.input_sums(name, module, x).copy
+            return session.input_sums(name, module, x, mask).copy
         except Exception as error:
             session.error = session.error or error
             return _failing(error)
@@ -197,12 +199,14 @@ def _keep_or_reduce(
 
     def reduce() -> InputSums:
         if kept._version != version:
-            session.input_rows(name, module, kept)  # other tensor ranks may be waiting for them
+            session.input_rows(
+                name, module, kept, mask
+            )  # other tensor ranks may be waiting for them
             raise RuntimeError(
                 f"the input of layer {name} was overwritten between its forward and backward; "
                 "clone it before the layer, or list the layer in kfac.skip_layers"
             )
-        return session.input_sums(name, module, kept)
+        return session.input_sums(name, module, kept, mask)
 
     return reduce
 

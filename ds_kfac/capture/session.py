@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ds_kfac.capture.experts import TokenMasks, keep_tokens
 from ds_kfac.capture.rows import RowSharing
 from ds_kfac.layers.kinds import KINDS
 from ds_kfac.layers.shards import Shards
@@ -20,6 +21,9 @@ from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.math.moments import add_outer_blocks_
 from ds_kfac.math.packing import pack_upper
 from ds_kfac.plan.program import ReduceItem
+
+Count = int | Tensor
+"""A number of rows; experts count theirs on the device."""
 
 
 @dataclass
@@ -37,9 +41,9 @@ class Pending:
 
     a: list[Tensor]
     g: list[Tensor]
-    rows_used: int = 0
-    rows_seen: int = 0
-    loss_terms: int = 0
+    rows_used: Count = 0
+    rows_seen: Count = 0
+    loss_terms: Count = 0
 
     @classmethod
     def zeros(cls, spec: LayerSpec, device: torch.device, dtype: torch.dtype) -> Pending:
@@ -51,9 +55,9 @@ class Pending:
         )
         return cls(a, g)
 
-    def counts(self) -> tuple[float, float, float]:
+    def counts(self) -> tuple[Count, Count, Count]:
         """``(rows_used, rows_seen, loss_terms)``."""
-        return float(self.rows_used), float(self.rows_seen), float(self.loss_terms)
+        return self.rows_used, self.rows_seen, self.loss_terms
 
 
 def packer(
@@ -85,8 +89,8 @@ class InputSums:
     """One call's share of A, kept in the call's closure until its gradient arrives."""
 
     blocks: list[Tensor]
-    rows_used: int
-    rows_seen: int
+    rows_used: Count
+    rows_seen: Count
 
     def copy(self) -> InputSums:
         """The same sums in tensors of their own."""
@@ -98,7 +102,7 @@ class GradientRows:
     """One call's output gradients: this rank's share of the rows, and the terms it counts."""
 
     rows: Tensor
-    loss_terms: int
+    loss_terms: Count
 
 
 @dataclass
@@ -110,6 +114,7 @@ class CaptureSession:
         weight_sharing: ``expand`` or ``reduce``.
         dtype: Dtype of all sums (fp32; fp64 for fp64 models).
         sharing: Shares rows out in the tensor group.
+        masks: Tell tokens of experts from padding.
         active: Whether calls are captured in this step.
         stride: Every ``stride``-th row is used.
         offset: First row used; rotates with the step so that no position is favoured.
@@ -122,6 +127,7 @@ class CaptureSession:
     weight_sharing: str
     dtype: torch.dtype
     sharing: RowSharing = field(default_factory=RowSharing)
+    masks: TokenMasks = field(default_factory=TokenMasks)
     active: bool = False
     stride: int = 1
     offset: int = 0
@@ -165,42 +171,60 @@ class CaptureSession:
         pending, self.pending = self.pending, {}
         return pending
 
-    def input_sums(self, name: str, module: nn.Module, x: Tensor) -> InputSums:
+    def input_sums(
+        self, name: str, module: nn.Module, x: Tensor, mask: Tensor | None = None
+    ) -> InputSums:
         """Reduce a call's input to its share of A.
 
         Args:
             name: Layer name.
             module: The layer.
             x: Input of the call, any shape the layer accepts, any float dtype.
+            mask: Rows that count, bool ``[T]``; None for all.
         """
         spec = self.specs[name]
-        used, seen = self.input_rows(name, module, x)
+        used, seen = self.input_rows(name, module, x, mask)
         blocks = [
             torch.zeros(b.size, b.size, device=x.device, dtype=self.dtype) for b in spec.a_blocks
         ]
         add_outer_blocks_(blocks, used, bounds=spec.a_blocks, bias=spec.bias is not None)
-        return InputSums(blocks, used.shape[0], seen)
+        if mask is None:
+            return InputSums(blocks, used.shape[0], seen)
+        count = mask[self.offset :: self.stride].sum()
+        if spec.bias is not None:
+            blocks[-1][-1, -1].copy_(count)  # the constant of padding is not there either
+        return InputSums(blocks, count, seen)
 
-    def input_rows(self, name: str, module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    def input_rows(
+        self, name: str, module: nn.Module, x: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Count]:
         """The rows of a call's input that this rank works on, and how many it stands for."""
         spec = self.specs[name]
-        rows = KINDS[spec.kind].input_rows(module, x.detach(), self.weight_sharing)
+        rows = KINDS[spec.kind].input_rows(module, x.detach(), self._weight_sharing(mask))
+        seen: Count = rows.shape[0]
+        if mask is not None:
+            rows, seen = keep_tokens(name, rows, mask), mask.sum()
         used = self.sharing.take(rows[self.offset :: self.stride], _cut(spec, "a"))
-        return used, rows.shape[0] if self.sharing.counts else 0
+        return used, seen if self.sharing.counts else 0
 
-    def gradient_rows(self, name: str, module: nn.Module, g: Tensor) -> GradientRows:
+    def gradient_rows(
+        self, name: str, module: nn.Module, g: Tensor, mask: Tensor | None = None
+    ) -> GradientRows:
         """The rows of a call's output gradient that this rank works on.
 
         Args:
             name: Layer name.
             module: The layer.
             g: Gradient of the (scaled) loss with respect to the call's output.
+            mask: As for the input.
         """
         spec = self.specs[name]
-        kind = KINDS[spec.kind]
+        kind, sharing = KINDS[spec.kind], self._weight_sharing(mask)
         self.saw_half = self.saw_half or g.dtype == torch.float16
-        rows = kind.gradient_rows(module, g.detach(), self.weight_sharing)
-        terms = kind.loss_terms(g, rows.shape[0], self.weight_sharing)
+        rows = kind.gradient_rows(module, g.detach(), sharing)
+        terms: Count = kind.loss_terms(g, rows.shape[0], sharing)
+        if mask is not None:
+            rows, terms = keep_tokens(name, rows, mask), mask.sum()
         used = self.sharing.take(rows[self.offset :: self.stride], _cut(spec, "g"))
         return GradientRows(used, terms if self.sharing.counts else 0)
 
@@ -225,9 +249,14 @@ class CaptureSession:
         # The scale is applied to the rows' product in factor precision: fp16 gradients
         # times a loss scale would overflow or vanish if they were scaled themselves.
         add_outer_blocks_(pending.g, rows, bounds=spec.g_blocks, bias=False, alpha=scale * scale)
-        pending.rows_used += sums.rows_used
-        pending.rows_seen += sums.rows_seen
-        pending.loss_terms += gradients.loss_terms
+        # Never in place: a count may be a tensor that the call's closure still holds.
+        pending.rows_used = pending.rows_used + sums.rows_used
+        pending.rows_seen = pending.rows_seen + sums.rows_seen
+        pending.loss_terms = pending.loss_terms + gradients.loss_terms
+
+    def _weight_sharing(self, mask: Tensor | None) -> str:
+        """Slots of an expert are no sequence: each token is a row of its own."""
+        return self.weight_sharing if mask is None else "expand"
 
 
 def _cut(spec: LayerSpec, side: str) -> Shards | None:

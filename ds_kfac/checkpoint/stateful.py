@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,8 @@ from ds_kfac.comm.guard import Guard
 from ds_kfac.comm.vote import agree, raise_everywhere, together
 from ds_kfac.config import KFACConfig
 from ds_kfac.errors import StateError
-from ds_kfac.owner import Owner
-from ds_kfac.restore import signature
+from ds_kfac.partition import Partition
+from ds_kfac.restore import check_layers, signature
 from ds_kfac.state import LayerState
 from ds_kfac.telemetry.metrics import Counters
 
@@ -60,12 +60,12 @@ class Staged:
 
     Attributes:
         counters: Counts.
-        states: Owned layers by index.
+        states: Owned layers of each partition, by index.
         manifest: Of the checkpoint they were read from, if it was one.
     """
 
     counters: Counters
-    states: dict[int, LayerState]
+    states: Sequence[dict[int, LayerState]]
     manifest: Manifest | None = None
 
 
@@ -81,9 +81,9 @@ class Stateful:
     _work: Communicator
     _layers: LayerTable
     _model: Communicator
-    _owner: Owner
+    _partitions: Sequence[Partition]
     _session: CaptureSession
-    _shard: str
+    _stored_names: Mapping[str, str]
     _guard: Guard
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Stateful:
             "version": STATE_VERSION,
             "counters": dict(vars(self.counters)),
             "settings": signature(self.config),
-            "layers": self._owner.state_dict(),
+            "layers": self._layer_states(),
         }
 
     def load_state_dict(self, state: Any) -> None:
@@ -134,11 +134,11 @@ class Stateful:
         """
         self._guard.keep(self._session.take_error())
         raise_everywhere(self._model, self._guard.take())
-        layers = self._owner.state_dict()
+        layers = self._layer_states()
         self._warn_of_nonfinite(layers)
         contents = writer.Contents(
-            layers={name + self._shard: layer for name, layer in layers.items()},
-            specs=[self._stored(state.spec) for state in self._owner.states.values()],
+            layers={self._stored_names[name]: layer for name, layer in layers.items()},
+            specs=[self._stored(spec) for spec in self._owned()],
             counters=vars(self.counters),
             header={
                 "step": self.counters.steps,
@@ -194,12 +194,12 @@ class Stateful:
         specs = [self._stored(spec) for spec in self._layers.layers]
         reader.check_model(manifest, specs, self._model)
         self._say_changed_settings(manifest)
-        owned = [state.spec.name + self._shard for state in self._owner.states.values()]
+        owned = {self._stored_names[spec.name]: spec.name for spec in self._owned()}
         staged = self._stage(
             lambda: _Parts(
                 manifest.counters_of(self._model.rank, self._model.size),
                 {
-                    name.removesuffix(self._shard): layer
+                    owned[name]: layer
                     for name, layer in reader.read_layers(folder, manifest, owned).items()
                 },
                 manifest.settings,
@@ -208,8 +208,17 @@ class Stateful:
         return Staged(staged.counters, staged.states, manifest)
 
     def _stored(self, spec: LayerSpec) -> LayerSpec:
-        """A layer as it is named in files: shards that are layers of their own share names."""
-        return dataclasses.replace(spec, name=spec.name + self._shard)
+        """A layer as it is named in files, where layers of all ranks meet."""
+        return dataclasses.replace(spec, name=self._stored_names[spec.name])
+
+    def _owned(self) -> list[LayerSpec]:
+        """Layers that this rank owns."""
+        return [state.spec for p in self._partitions for state in p.owner.states.values()]
+
+    def _layer_states(self) -> dict[str, dict[str, Any]]:
+        """State of every owned layer by name."""
+        parts = [partition.owner.state_dict() for partition in self._partitions]
+        return {name: state for part in parts for name, state in part.items()}
 
     def adopt(self, staged: Staged | None) -> None:
         """Second half of :meth:`load`: take a staged state into use, or start anew."""
@@ -220,7 +229,7 @@ class Stateful:
 
     def reset(self) -> None:
         """Forget all statistics, bases, moments and counts, as after attach."""
-        self._adopt(Staged(Counters(), self._owner.blank()))
+        self._adopt(Staged(Counters(), [p.owner.blank() for p in self._partitions]))
 
     def _stage(self, parts: Callable[[], _Parts]) -> Staged:
         """Build the live states of saved ones on every rank."""
@@ -228,9 +237,11 @@ class Stateful:
         def build() -> Staged:
             saved = parts()
             counters = Counters.restored(saved.counters)
-            states = self._owner.restored(
-                saved.layers, step=counters.steps, settings=saved.settings
-            )
+            check_layers(self._owned(), saved.layers, self._partitions[0].owner.needs)
+            states = [
+                partition.owner.restored(saved.layers, step=counters.steps, settings=saved.settings)
+                for partition in self._partitions
+            ]
             return Staged(counters, states)
 
         staged = together(self._model, build)
@@ -240,7 +251,8 @@ class Stateful:
         return staged
 
     def _adopt(self, staged: Staged) -> None:
-        self._owner.states.update(staged.states)
+        for partition, states in zip(self._partitions, staged.states, strict=True):
+            partition.owner.states.update(states)
         self.counters = staged.counters
         for errors in (self._guard.take, self._session.take_error):
             errors()  # of a step that is forgotten now

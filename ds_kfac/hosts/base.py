@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -27,12 +27,28 @@ class Groups:
         tensor: Ranks that hold the shards of the same layers (tensor parallel).
         work: Data times tensor ranks of the same layers, among which owners are chosen when
             layers are cut over ``tensor``. Defaults to ``data``.
+        experts: Ranks that hold the same experts, by a key of the host's.
     """
 
     data: ProcessGroup | None = None
     model: ProcessGroup | None = None
     tensor: ProcessGroup | None = None
     work: ProcessGroup | None = None
+    experts: Mapping[str, ProcessGroup] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Expert:
+    """An expert of this rank.
+
+    Attributes:
+        group: Key of the ranks that hold it in :attr:`Groups.experts`.
+        name: Its name among the experts of all ranks, under which it is saved. Module names may
+            be those of other experts on other ranks.
+    """
+
+    group: str
+    name: str
 
 
 @dataclass(frozen=True)
@@ -46,12 +62,14 @@ class Gradients:
             summed over the model group.
         share: How much of this rank's squared norm counts in that sum: one over the number
             of ranks that hold the same slices.
+        shares: The same for single views that fewer ranks hold (experts).
         duplicates: Views that count on another rank (parameters tied between stages).
     """
 
     views: Mapping[str, Tensor]
     partial: bool
     share: float = 1.0
+    shares: Mapping[str, float] = field(default_factory=dict)
     duplicates: frozenset[str] = frozenset()
 
 
@@ -160,4 +178,22 @@ class TensorHost(Host, Protocol):
 
     def tensor_cut(self, *, blocks: bool) -> TensorCut | None:
         """What is cut and how, the same on all tensor ranks; None if nothing is."""
+        ...
+
+
+class ExpertHost(Host, Protocol):
+    """A host with layers that fewer ranks share than the others (mixture of experts).
+
+    Having :meth:`experts` is what tells it apart. Its layouts name ranks of a layer's own group.
+    """
+
+    def experts(self) -> Mapping[str, Expert]:
+        """Expert modules of this rank by name, with the same groups on all ranks.
+
+        Rows of zeros in an expert's input hold no token.
+        """
+        ...
+
+    def uncalled(self) -> Mapping[str, str]:
+        """Modules whose weights are used without calling them (gates), by name, and why."""
         ...

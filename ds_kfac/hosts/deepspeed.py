@@ -21,12 +21,14 @@ from ds_kfac.errors import ConfigError
 from ds_kfac.hosts import (
     deepspeed_checkpoint,
     deepspeed_config,
+    deepspeed_moe,
     deepspeed_pipe,
     deepspeed_sequence,
+    deepspeed_step,
     deepspeed_support,
     deepspeed_tensor,
 )
-from ds_kfac.hosts.base import Gradients, Groups
+from ds_kfac.hosts.base import Expert, Gradients, Groups
 from ds_kfac.hosts.compatibility import check_base_optimizer, is_own_optimizer
 from ds_kfac.hosts.deepspeed_optimizer import bring_fused_adam, bring_own
 from ds_kfac.hosts.deepspeed_patch import original_initialize
@@ -114,14 +116,15 @@ def attach_engine(engine: Any, config: KFACConfig) -> KFAC:
         raise ConfigError("E212", "this engine has K-FAC already; call engine.kfac.detach() first")
     deepspeed_support.check_engine(engine)
     deepspeed_sequence.check_sequence(engine, config)
+    deepspeed_moe.check_experts(engine)
     check_base_optimizer(engine.basic_optimizer, config)
     host = _host_of(engine)
     own = is_own_optimizer(engine.basic_optimizer)
     if own and engine.global_steps == 0:
         host.forget_rehearsal()
     kfac = KFAC(host, config, own_optimizer=own)
-    _wrap_step(engine, kfac, host)
-    _wrap_destroy(engine, kfac)
+    deepspeed_step.wrap_step(engine, kfac, host)
+    deepspeed_step.wrap_destroy(engine, kfac)
     deepspeed_checkpoint.install(engine, kfac)
     kfac.on_detach(host.detach)
     engine.kfac = kfac
@@ -132,6 +135,8 @@ def attach_engine(engine: Any, config: KFACConfig) -> KFAC:
 def _host_of(engine: Any) -> DeepSpeedHost:
     if deepspeed_pipe.is_pipeline(engine.module):
         return PipelineHost(engine)
+    if engine.has_moe_layers:
+        return ExpertHost(engine)
     return TensorHost(engine) if deepspeed_tensor.is_cut(engine) else DeepSpeedHost(engine)
 
 
@@ -149,7 +154,7 @@ class DeepSpeedHost:
         self._ranks = torch.distributed.get_world_size(self.groups.data)
         self._averaging_ranks = deepspeed_sequence.averaging_ranks(engine)
         self._storage = storage_of(engine, self.groups)
-        self._group_index = _group_index(engine)
+        self._group_index = deepspeed_step.group_index(engine)
 
     def layouts(self, names: Sequence[str]) -> dict[str, Layout]:
         """From the engine's optimizer."""
@@ -303,53 +308,27 @@ class TensorHost(DeepSpeedHost):
         )
 
 
-def _wrap_step(engine: Any, kfac: KFAC, host: DeepSpeedHost) -> None:
-    original = engine._take_model_step
+class ExpertHost(DeepSpeedHost):
+    """A DeepSpeed engine with ``deepspeed.moe`` layers and ZeRO stage 0 to 2.
 
-    def take_model_step(*args: Any, **kwargs: Any) -> Any:
-        if not kfac.before_step():
-            with host.skipping():
-                result = original(*args, **kwargs)
-            host.end_step()
-            kfac.after_step(applied=False)
-            return result
-        with host.clipping_done():
-            result = original(*args, **kwargs)
-        # The engine has just measured the directions; users watch the gradient's norm.
-        engine._global_grad_norm = kfac.grad_norm
-        host.end_step()
-        kfac.after_step(applied=True)
-        return result
+    Args:
+        engine: The initialised engine.
+    """
 
-    engine._take_model_step = take_model_step
-    kfac.on_detach(lambda: engine.__dict__.pop("_take_model_step", None))
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.groups = deepspeed_moe.expert_groups(engine)
 
+    def experts(self) -> Mapping[str, Expert]:
+        """This rank's experts."""
+        return deepspeed_moe.experts(self.model)
 
-def _wrap_destroy(engine: Any, kfac: KFAC) -> None:
-    original = engine.destroy
+    def uncalled(self) -> Mapping[str, str]:
+        """Gates."""
+        return deepspeed_moe.gates(self.model)
 
-    def destroy(*args: Any, **kwargs: Any) -> Any:
-        kfac.detach()
-        return original(*args, **kwargs)
-
-    engine.destroy = destroy
-    kfac.on_detach(lambda: engine.__dict__.pop("destroy", None))
-
-
-def _group_index(engine: Any) -> dict[str, int]:
-    """Index of the base optimizer's parameter group of every parameter it has, by name."""
-    optimizer = engine.optimizer
-    for attribute in ("bit16_groups", "bf16_groups", "fp16_groups"):
-        groups = getattr(optimizer, attribute, None)
-        if groups is not None:
-            break
-    else:
-        groups = [group["params"] for group in optimizer.param_groups]
-    # ZeRO 3 cuts each parameter group into sub-groups.
-    parents = getattr(optimizer, "sub_group_to_group_id", range(len(groups)))
-    index = {id(param): parents[i] for i, group in enumerate(groups) for param in group}
-    return {
-        name: index[id(param)]
-        for name, param in engine.module.named_parameters()
-        if id(param) in index
-    }
+    def gradients(self) -> Gradients:
+        """As the engine stores them, and what of them counts in the model's norm."""
+        return deepspeed_moe.expert_gradients(
+            super().gradients(), model=self.model, groups=self.groups
+        )

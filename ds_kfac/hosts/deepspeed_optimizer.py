@@ -7,7 +7,13 @@ from typing import Any
 from torch import nn
 
 from ds_kfac.config import KFACConfig, OptimizerConfig
-from ds_kfac.hosts import deepspeed_config, deepspeed_pipe, deepspeed_support, deepspeed_tensor
+from ds_kfac.hosts import (
+    deepspeed_config,
+    deepspeed_moe,
+    deepspeed_pipe,
+    deepspeed_support,
+    deepspeed_tensor,
+)
 from ds_kfac.hosts.apex import fused_adam
 from ds_kfac.layers.discover import discover
 from ds_kfac.optimizer import KFACOptimizer, param_groups
@@ -44,7 +50,7 @@ def bring_own(
             model,
             settings,
             optimized={name for name, _ in trainable},
-            excluded=deepspeed_pipe.tied_modules(model),
+            excluded={**(deepspeed_pipe.tied_modules(model) or {}), **deepspeed_moe.gates(model)},
             whole=not deepspeed_pipe.is_pipeline(model),
             tensor=deepspeed_tensor.tensor_cut(model, blocks=settings.tensor_parallel == "block"),
         )
@@ -54,7 +60,8 @@ def bring_own(
 
     def build(_: Any) -> KFACOptimizer:
         # By now AutoTP has replaced modules, and may have left others to the base optimizer.
-        return KFACOptimizer(param_groups(trainable, inside(), optimizer), optimizer)
+        groups = param_groups(trainable, inside(), optimizer)
+        return KFACOptimizer(deepspeed_moe.expert_param_groups(groups), optimizer)
 
     arguments["optimizer"] = build
     arguments["model_parameters"] = [param for _, param in trainable]
@@ -70,7 +77,8 @@ def bring_fused_adam(arguments: dict[str, Any], config: dict[str, Any]) -> None:
         arguments: Arguments of ``deepspeed.initialize``; changed.
         config: The DeepSpeed configuration.
     """
-    arguments["optimizer"] = fused_adam(dict(config["optimizer"].get("params") or {}))
+    build = fused_adam(dict(config["optimizer"].get("params") or {}))
+    arguments["optimizer"] = lambda parameters: build(deepspeed_moe.expert_param_groups(parameters))
     deepspeed_config.replace_config(
         arguments, deepspeed_config.without_kfac(config, drop_optimizer=True)
     )

@@ -115,8 +115,6 @@ def check_engine(engine: Any) -> None:
         raise UnsupportedError(
             "E150", "DeepCompile is not supported: its graphs bypass the hooks; use torch.compile"
         )
-    if getattr(engine, "has_moe_layers", False):
-        raise UnsupportedError("E150", "DeepSpeed MoE layers are not supported")
 
 
 def chosen_parameters(arguments: Mapping[str, Any]) -> set[int] | None:
@@ -144,7 +142,7 @@ def chosen_parameters(arguments: Mapping[str, Any]) -> set[int] | None:
     for item in arguments["model_parameters"]:
         if not isinstance(item, Mapping):
             chosen.add(id(item))
-        elif set(item) == {"params"}:
+        elif set(item) <= {"params", "name", "moe"}:  # as DeepSpeed splits experts off
             chosen.update(id(param) for param in item["params"])
         else:
             raise ConfigError(

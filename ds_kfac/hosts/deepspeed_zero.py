@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_kfac.hosts.base import Groups
@@ -43,7 +44,7 @@ def storage_of(engine: Any, groups: Groups) -> Storage:
     if wrapper == "DeepSpeedZeroOptimizer_Stage3":
         return ShardedGradients(engine, groups)
     if wrapper == "DeepSpeedZeroOptimizer":
-        return PartitionedGradients(engine, groups)
+        return PartitionedGradients(engine)
     if wrapper == "BF16_Optimizer":
         return Bf16Gradients(engine)
     if wrapper in ("FP16_Optimizer", "FP16_UnfusedOptimizer"):
@@ -54,9 +55,8 @@ def storage_of(engine: Any, groups: Groups) -> Storage:
 class PartitionedGradients(ZeroStorage):
     """Stages 1 and 2: each rank holds a contiguous slice of the flattened parameter group."""
 
-    def __init__(self, engine: Any, groups: Groups) -> None:
+    def __init__(self, engine: Any) -> None:
         super().__init__(engine)
-        self._rank = _rank_in(groups)
         self._names = parameter_names(engine)
         self._pieces = {
             self._names[id(param)]: pieces
@@ -149,11 +149,12 @@ class PartitionedGradients(ZeroStorage):
 
     def _local_pieces(self, i: int) -> list[tuple[str, Piece, int]]:
         """This rank's slices of group i in the order of the optimizer's list."""
+        rank = dist.get_rank(self._optimizer.real_dp_process_group[i])  # experts have their own
         return [
             (self._names[id(param)], piece, start)
             for param in self._optimizer.params_in_partition[i]
             for piece, start in self._pieces.get(self._names[id(param)], ())
-            if piece.rank == self._rank
+            if piece.rank == rank
         ]
 
     def _views_of_group(self, i: int, gradients: Any) -> Iterator[tuple[str, Tensor]]:
@@ -192,11 +193,3 @@ def _widen(tensor: Tensor) -> Tensor:
     if getattr(tensor, "_zero_padding", False):
         wide._zero_padding = True  # type: ignore[attr-defined]
     return wide
-
-
-def _rank_in(groups: Groups) -> int:
-    if groups.data is None:
-        return 0
-    import torch.distributed as dist
-
-    return dist.get_rank(groups.data)

@@ -34,7 +34,7 @@ def _train_with_failures(
         finally:
             refresh.eigen_bases = original
         kfac = engine.kfac
-        ages = {s.spec.name: float(s.refreshed_at) for s in kfac._owner.states.values()}
+        ages = {name: float(s.refreshed_at) for name, s in kfac._states().items()}
         history.append((kfac.metrics(), ages))
     engine.destroy()
     return history

@@ -247,9 +247,11 @@ def test_kept_inputs_are_no_second_copy(monkeypatch: pytest.MonkeyPatch) -> None
     seen: list[tuple[str, int]] = []
     original = CaptureSession.input_sums
 
-    def watched(self: CaptureSession, name: str, module: nn.Module, x: Tensor) -> InputSums:
+    def watched(
+        self: CaptureSession, name: str, module: nn.Module, x: Tensor, *mask: None
+    ) -> InputSums:
         seen.append((name, x.data_ptr()))
-        return original(self, name, module, x)
+        return original(self, name, module, x, *mask)
 
     monkeypatch.setattr(CaptureSession, "input_sums", watched)
     x = batch()

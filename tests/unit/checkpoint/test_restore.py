@@ -48,7 +48,7 @@ def test_another_solver_keeps_factors_and_recomputes_bases(
     for name, layer in state["layers"].items():
         for key in ("a.0.total", "g.0.total", "a.0.weight", "updates"):
             assert torch.equal(loaded[f"{name}/{key}"], layer[key])
-    run.kfac._owner.refresh(step=3)  # as if it were due now
+    run.kfac._partitions[0].owner.refresh(step=3)  # as if it were due now
     assert_identical(run.fingerprint(), loaded)
     assert ("0/a.0.basis.inverse" in loaded) == (now == "cholesky")
     run.step(3)

@@ -1,0 +1,64 @@
+"""What ds_kfac wraps of an engine, and where the base optimizer keeps a parameter's settings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ds_kfac.preconditioner import KFAC
+
+if TYPE_CHECKING:
+    from ds_kfac.hosts.deepspeed import DeepSpeedHost
+
+
+def wrap_step(engine: Any, kfac: KFAC, host: DeepSpeedHost) -> None:
+    """Put the preconditioner at the entry of the engine's step."""
+    original = engine._take_model_step
+
+    def take_model_step(*args: Any, **kwargs: Any) -> Any:
+        if not kfac.before_step():
+            with host.skipping():
+                result = original(*args, **kwargs)
+            host.end_step()
+            kfac.after_step(applied=False)
+            return result
+        with host.clipping_done():
+            result = original(*args, **kwargs)
+        # The engine has just measured the directions; users watch the gradient's norm.
+        engine._global_grad_norm = kfac.grad_norm
+        host.end_step()
+        kfac.after_step(applied=True)
+        return result
+
+    engine._take_model_step = take_model_step
+    kfac.on_detach(lambda: engine.__dict__.pop("_take_model_step", None))
+
+
+def wrap_destroy(engine: Any, kfac: KFAC) -> None:
+    """Detach before the engine is taken apart."""
+    original = engine.destroy
+
+    def destroy(*args: Any, **kwargs: Any) -> Any:
+        kfac.detach()
+        return original(*args, **kwargs)
+
+    engine.destroy = destroy
+    kfac.on_detach(lambda: engine.__dict__.pop("destroy", None))
+
+
+def group_index(engine: Any) -> dict[str, int]:
+    """Index of the base optimizer's parameter group of every parameter it has, by name."""
+    optimizer = engine.optimizer
+    for attribute in ("bit16_groups", "bf16_groups", "fp16_groups"):
+        groups = getattr(optimizer, attribute, None)
+        if groups is not None:
+            break
+    else:
+        groups = [group["params"] for group in optimizer.param_groups]
+    # ZeRO 3 cuts each parameter group into sub-groups.
+    parents = getattr(optimizer, "sub_group_to_group_id", range(len(groups)))
+    index = {id(param): parents[i] for i, group in enumerate(groups) for param in group}
+    return {
+        name: index[id(param)]
+        for name, param in engine.module.named_parameters()
+        if id(param) in index
+    }
