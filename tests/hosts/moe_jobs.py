@@ -17,6 +17,7 @@ from tests._harness.collectives import recording
 WIDTH, HIDDEN, CLASSES = 6, 7, 3
 PARTS, ROWS, STEPS = 4, 12, 4
 LR, DECAY, AUX_LR, EPS = 0.05, 0.01, 0.02, 1e-2
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DENSE = ("enter", "leave")
 PREFIX = "moe.deepspeed_moe"
 
@@ -36,6 +37,8 @@ class Cell:
         clipping: The engine's gradient clipping.
         starved: In some steps no token goes to the last expert, in others one part sends some.
         poisoned: In step 1 an expert of one rank sees NaN.
+        split: The caller splits parameters as DeepSpeed's documentation says.
+        dtype: ``fp32``, ``bf16`` or ``fp16``.
     """
 
     experts: int
@@ -48,6 +51,8 @@ class Cell:
     clipping: float = 0.0
     starved: bool = False
     poisoned: bool = False
+    split: bool = False
+    dtype: str = "fp32"
 
 
 class Expert(nn.Module):
@@ -189,16 +194,25 @@ def config_of(cell: Cell, ranks: int) -> dict[str, Any]:
         params = {"lr": LR, "weight_decay": DECAY, "eps": EPS, "torch_adam": True}
         config["optimizer"] = {"type": "AdamW", "params": params}
         config["kfac"] = dict(cell.kfac)
+    if cell.dtype != "fp32":
+        config[cell.dtype] = {"enabled": True}
+    if cell.dtype == "fp16":
+        config["fp16"]["loss_scale"] = 256
     return config
 
 
 def make_engine(cell: Cell, rank: int, ranks: int, **extra: Any) -> Any:
     """A real engine with K-FAC attached."""
-    deepspeed_cpu.prepare()
+    deepspeed_cpu.prepare(fake_fp16=cell.dtype == "fp16")
     net = make_net(cell, rank)
-    engine, *_ = ds_kfac.initialize(
-        model=net, model_parameters=net.parameters(), config={**config_of(cell, ranks), **extra}
-    )
+    parameters: Any = net.parameters()
+    if cell.split:
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        groups = {"params": list(parameters), "name": "parameters"}
+        parameters = split_params_into_different_moe_groups_for_optimizer(groups)
+    config = {**config_of(cell, ranks), **extra}
+    engine, *_ = ds_kfac.initialize(model=net, model_parameters=parameters, config=config)
     return engine
 
 
@@ -208,10 +222,38 @@ def train(rank: int, ranks: int, cells: list[Cell]) -> list[dict[str, Any]]:
 
 
 def train_cell(rank: int, ranks: int, cell: Cell) -> dict[str, Any]:
-    """Weights, norms and factors, and the collectives of K-FAC's part of every step by group."""
+    """Weights and factors after every step, norms, and K-FAC's collectives by group."""
     engine = make_engine(cell, rank, ranks)
     kfac = engine.kfac
-    norms, calls = [], []
+    report: dict[str, Any] = {"weights": [], "factors": [], "norms": [], "calls": []}
+    _count_collectives(kfac, report["calls"])
+    first = rank % cell.expert_parallel * (cell.experts // cell.expert_parallel)
+    for step in range(STEPS):
+        x, y = batch(cell, step)
+        parts = torch.arange(len(x)).chunk(PARTS)
+        for rows in parts[rank * (PARTS // ranks) :][: PARTS // ranks]:
+            mine = x[rows].to(DTYPES[cell.dtype])
+            if cell.poisoned and step == 1 and rank == ranks - 1:
+                mine = mine * float("nan")
+            output, gate_loss = engine(mine)
+            engine.backward(objective(output.float(), gate_loss.float(), y[rows]))
+            engine.step()
+        named = {global_name(n, first): p for n, p in engine.module.named_parameters()}
+        report["weights"].append({n: p.detach().float().clone() for n, p in named.items()})
+        report["factors"].append({global_name(n, first): kfac.factors(n) for n in kfac.owners})
+        report["norms"].append(float(kfac.grad_norm or 0.0))
+    report |= {
+        "owners": kfac.owners,
+        "counters": dict(vars(kfac.counters)),
+        "left out": {item.name: item.reason for item in kfac.layers.left_out},
+        "ledger": kfac.ledger(),
+    }
+    engine.destroy()
+    return report
+
+
+def _count_collectives(kfac: Any, calls: list[dict[tuple[int, ...], int]]) -> None:
+    """Append a count by group at every step."""
     before_step = kfac.before_step
 
     def counted() -> bool:
@@ -221,33 +263,19 @@ def train_cell(rank: int, ranks: int, cell: Cell) -> dict[str, Any]:
         return healthy
 
     kfac.before_step = counted
-    for step in range(STEPS):
-        x, y = batch(cell, step)
-        parts = torch.arange(len(x)).chunk(PARTS)
-        for rows in parts[rank * (PARTS // ranks) :][: PARTS // ranks]:
-            mine = x[rows]
-            if cell.poisoned and step == 1 and rank == ranks - 1:
-                mine = mine * float("nan")
-            output, gate_loss = engine(mine)
-            engine.backward(objective(output, gate_loss, y[rows]))
-            engine.step()
-        norms.append(float(kfac.grad_norm or 0.0))
-    first = rank % cell.expert_parallel * (cell.experts // cell.expert_parallel)
-    report = {
-        "weights": {
-            global_name(name, first): param.detach().clone()
-            for name, param in engine.module.named_parameters()
-        },
-        "factors": {global_name(name, first): kfac.factors(name) for name in kfac.owners},
-        "owners": kfac.owners,
-        "norms": norms,
-        "calls": calls,
-        "counters": dict(vars(kfac.counters)),
-        "left out": {item.name: item.reason for item in kfac.layers.left_out},
-        "ledger": kfac.ledger(),
-    }
-    engine.destroy()
-    return report
+
+
+def refuse(rank: int, ranks: int, cells: list[tuple[Cell, dict[str, Any]]]) -> list[str]:
+    """The message each cell is refused with."""
+    messages = []
+    for cell, extra in cells:
+        try:
+            make_engine(cell, rank, ranks, **extra)
+        except ds_kfac.KFACError as error:
+            messages.append(str(error))
+        else:
+            messages.append("accepted")
+    return messages
 
 
 def global_name(name: str, first: int) -> str:

@@ -21,6 +21,7 @@ INTERVALS = {"factor_update_steps": 1, "inv_update_steps": 2, "factor_decay": 0.
 NATURAL = {"direction": "natural", "damping": 0.3, "kl_clip": 0.01, **INTERVALS}
 ORTHOGONAL = {"direction": "orthogonal", "damping": 0.1, "max_factor_dim": 5, **INTERVALS}
 CLIPPING = 0.5
+BF16 = {"enabled": True}
 
 # By number of ranks.
 CELLS = {
@@ -30,7 +31,7 @@ CELLS = {
         Cell(2, 2, 1, ORTHOGONAL, capacity=0.75),
         Cell(4, 2, 2, NATURAL, own=False, top=2, clipping=CLIPPING),
         Cell(2, 1, 0, ORTHOGONAL, top=2, capacity=0.5),
-        Cell(4, 1, 1, NATURAL, clipping=CLIPPING),
+        Cell(4, 1, 1, NATURAL, clipping=CLIPPING, split=True),
         Cell(4, 2, 2, ORTHOGONAL, starved=True),
     ],
     4: [
@@ -75,23 +76,98 @@ def oracle(cell: Cell) -> tuple[dict[str, Tensor], list[float], dict[str, Any]]:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_weights_factors_and_norms_match_the_oracle(size: int) -> None:
-    """{1, 2, 4} ranks x {2, 4} experts on {1, 2} ranks x ZeRO 0 to 2, top 1 and 2, drops, starved."""
+    """{1, 2, 4} ranks x {2, 4} experts on {1, 2} ranks x ZeRO 0 to 2; top 1, 2; drops; starved."""
     cells = CELLS[size]
     found = world(size).run(jobs.train, cells, timeout=240)
     for index, cell in enumerate(cells):
         weights, norms, factors = oracle(cell)
-        limit = 1e-5 if cell.kfac is NATURAL else 1e-4
+        # Adam divides by the root of its own average, which is small for experts' directions; a
+        # gradient from a few tokens has low rank, and orthogonalising it amplifies rounding.
+        limit = 1e-5 if cell.own and cell.kfac is NATURAL else 1e-4 * (1 + 4 * cell.starved)
         seen: dict[str, Tensor] = {}
         for reports in found:
             report = reports[index]
-            for name, value in report["weights"].items():
+            for name, value in report["weights"][-1].items():
                 assert torch.equal(seen.setdefault(name, value), value), (cell, name)
                 assert difference(value, weights[name]) < limit, (cell, name)
-            for name, both in report["factors"].items():
+            for name, both in report["factors"][-1].items():
                 for mine, theirs in zip(both, factors[name], strict=True):
-                    assert difference(mine, theirs) < 1e-5, (cell, name)
+                    assert difference(mine, theirs) < 10 * limit, (cell, name)
             assert report["norms"] == pytest.approx(norms, rel=1e-5), cell
+            assert "without calling" in report["left out"][f"{jobs.PREFIX}.gate.wg"]
         assert seen.keys() == weights.keys()
+
+
+def test_a_starved_expert_rests() -> None:
+    """No token on any rank: factors stay to the last bit, the weights see weight decay alone."""
+    cell = Cell(4, 2, 1, NATURAL, starved=True)
+    for report in world(4).run(jobs.train_cell, cell):
+        starved = [name for name in report["factors"][0] if name.startswith("experts.3")]
+        for name in starved:
+            history = [step[name] for step in report["factors"]]
+            weights = [step[f"{name}.weight"] for step in report["weights"]]
+            assert not history[0][0].any() and history[1][0].any()
+            for before, after in zip(history[1], history[2], strict=True):
+                assert torch.equal(before, after)
+            rested = weights[1] * (1 - jobs.LR * jobs.DECAY)
+            assert torch.allclose(weights[2], rested, rtol=1e-6, atol=0)
+            assert not torch.allclose(weights[3], weights[2], rtol=1e-3)
+        assert report["counters"]["steps"] == jobs.STEPS
+
+
+def test_collectives_of_an_ordinary_step() -> None:
+    """Five in the group of dense layers, two in a group of experts, starved or not."""
+    natural = {**NATURAL, "factor_update_steps": 3, "inv_update_steps": 3}
+    for zero in (0, 2):
+        found = world(4).run(jobs.train_cell, Cell(4, 2, zero, natural, starved=True))
+        everyone = (0, 1, 2, 3)
+        for rank, report in enumerate(found):
+            capture, *ordinary = report["calls"][:3]
+            same = (0, 2) if rank % 2 == 0 else (1, 3)
+            assert capture.keys() == {everyone, same}
+            for calls in ordinary:
+                assert calls[everyone] <= 5 and calls[same] <= 2, (zero, calls)
+            for kind, entry in report["ledger"]["kinds"].items():
+                assert entry["bytes"] == entry["planned_bytes"], (zero, kind)
+
+
+def test_a_bad_token_of_one_rank_stops_the_step_everywhere() -> None:
+    """Also on ranks whose experts have not seen it."""
+    found = world(4).run(jobs.train_cell, Cell(4, 2, 2, NATURAL, poisoned=True))
+    for report in found:
+        assert report["counters"]["skipped"] == 1 and report["counters"]["steps"] == 3
+        for name, value in report["weights"][0].items():
+            assert torch.equal(value, report["weights"][1][name]), name
+            assert torch.isfinite(report["weights"][-1][name]).all()
+            assert not torch.equal(value, report["weights"][-1][name]), name
+
+
+def test_half_precision_moves_weights_as_the_oracle_does() -> None:
+    """Error of the total movement, where routes are so clear that rounding does not flip them."""
+    limits = {"bf16": 6e-2, "fp16": 2e-2}
+    cells = [Cell(2, 2, 2, NATURAL, starved=True, dtype=dtype) for dtype in limits]
+    exact = oracle(Cell(2, 2, 2, NATURAL, starved=True))[0]
+    start = {n: p.detach().double() for n, p in jobs.Whole(cells[0]).named_parameters()}
+    for reports in world(2).run(jobs.train, cells, isolated=True):
+        for report, limit in zip(reports, limits.values(), strict=True):
+            weights = {n: value.double() for n, value in report["weights"][-1].items()}
+            error = sum(float((value - exact[n]).square().sum()) for n, value in weights.items())
+            moved = sum(float((exact[n] - start[n]).square().sum()) for n in weights)
+            print(f"{limit}: {(error / moved) ** 0.5:.1e}")
+            assert (error / moved) ** 0.5 < limit
+
+
+def test_what_is_not_supported_is_refused() -> None:
+    """With the reason, after the engine is built."""
+    offload = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    own = Cell(2, 2, 1, NATURAL)
+    cells = {
+        "offloaded optimizer": (own, {"zero_optimization": offload}),
+        "FP16_UnfusedOptimizer": (own, {"zero_optimization": {"stage": 0}, "bf16": BF16}),
+    }
+    for messages in world(2).run(jobs.refuse, list(cells.values())):
+        for words, message in zip(cells, messages, strict=True):
+            assert "E150" in message and words in message, message
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
