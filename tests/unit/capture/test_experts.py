@@ -61,7 +61,7 @@ def attach(
     config = KFACConfig.parse(settings)
     specs = {spec.name: spec for spec in discover(model, config).layers}
     masks = TokenMasks(EXPERTS, list(specs))
-    session = CaptureSession(specs, config.weight_sharing, torch.float64, masks)
+    session = CaptureSession(specs, config.weight_sharing, torch.float64, masks=masks)
     handles = install(model, session, output_scale=lambda: 1.0)
     handles += watch_experts(model, masks, wanted=lambda: session.active)
     session.begin(active=True, fraction=fraction, step=0)
