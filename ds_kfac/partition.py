@@ -5,7 +5,7 @@ Most models have one partition. Experts have their own: their parameters live on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ds_kfac import schedules
 from ds_kfac.assembly import Assembly, PartitionPlan
-from ds_kfac.capture.session import Pending, packer
 from ds_kfac.comm.guard import Guard
 from ds_kfac.comm.run import GradientExchange, reduce_factors
 from ds_kfac.config import KFACConfig
 from ds_kfac.owner import Owner
+from ds_kfac.plan.program import ReduceItem
 from ds_kfac.step_input import StepInput
 from ds_kfac.telemetry.factors import gather_factors
 
@@ -98,18 +98,17 @@ class Partition:
             like=torch.empty(0, device=self._device, dtype=self._dtype),
         )
 
-    def update_curvature(self, pending: Mapping[str, Pending], number: int) -> int:
+    def update_curvature(self, pack: Callable[[ReduceItem, Tensor], None], number: int) -> int:
         """Fold statistics and recompute bases, where the step calls for it. A collective.
 
         Args:
-            pending: Statistics of the step, by layer name.
+            pack: Writes this rank's statistics of an item.
             number: Applied-step counter.
 
         Returns:
             Blocks decomposed on this rank.
         """
         if schedules.is_due(self._config.factor_update_steps, number):
-            pack = packer(pending, self.layers)
             sums = reduce_factors(
                 self.program.rounds,
                 self.communicator,

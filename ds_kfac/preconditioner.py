@@ -29,7 +29,7 @@ from ds_kfac import schedules
 from ds_kfac.assembly import Communicators, assemble
 from ds_kfac.capture.experts import TokenMasks, watch_experts
 from ds_kfac.capture.hooks import install
-from ds_kfac.capture.session import CaptureSession, Pending
+from ds_kfac.capture.session import CaptureSession, Pending, packer
 from ds_kfac.checkpoint.stateful import Stateful
 from ds_kfac.comm.guard import Guard
 from ds_kfac.comm.ledger import Ledger
@@ -289,7 +289,8 @@ class KFAC(Stateful):
     def _update_curvature(self, pending: dict[str, Pending]) -> None:
         step = self.counters.steps
         for partition in self._partitions:
-            self.counters.decompositions += partition.update_curvature(pending, step)
+            pack = packer(pending, partition.layers)
+            self.counters.decompositions += partition.update_curvature(pack, step)
         self.counters.captures += schedules.is_due(self.config.factor_update_steps, step)
         self.counters.refreshes += schedules.is_due(self.config.inv_update_steps, step)
 

@@ -97,6 +97,7 @@ def _prepare(
         if config is None or request is None or not request.config.enabled:
             return None, None
         deepspeed_support.check_config(config)
+        deepspeed_moe.check_request(arguments["model"], config)
         if request.optimizer is not None:
             bring_own(arguments, config, request.config, request.optimizer)
         elif deepspeed_config.names_fused_adam(config) and arguments.get("optimizer") is None:

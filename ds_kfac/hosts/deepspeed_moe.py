@@ -16,7 +16,7 @@ Facts about DeepSpeed 0.19 that this file relies on, each covered by a test:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,24 @@ from ds_kfac.errors import UnsupportedError
 from ds_kfac.hosts import deepspeed_tensor
 from ds_kfac.hosts.base import Expert, Gradients, Groups
 
+_WITH_TENSOR = "MoE layers with tensor parallelism (set tensor_parallel.autotp_size to 1)"
 _ACCUMULATING_WRAPPERS = ("BF16_Optimizer", "FP16_Optimizer", "FP16_UnfusedOptimizer")
+
+
+def check_request(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Refuse what DeepSpeed fails on while it builds the engine, before ranks wait there.
+
+    Args:
+        model: The model as it is handed to ``deepspeed.initialize``.
+        config: The DeepSpeed configuration.
+
+    Raises:
+        UnsupportedError: AutoTP would cut a model with experts (E150).
+    """
+    if (config.get("tensor_parallel") or {}).get("autotp_size", 0) <= 1:
+        return
+    if any(_group_name(param) for param in model.parameters()):
+        raise UnsupportedError("E150", f"not available with kfac: {_WITH_TENSOR}")
 
 
 def check_experts(engine: Any) -> None:
@@ -49,7 +66,7 @@ def check_experts(engine: Any) -> None:
     if engine.sequence_parallel_size > 1:
         problems.append("MoE layers with sequence parallelism")
     if engine.mp_world_size > 1 or deepspeed_tensor.is_cut(engine):
-        problems.append("MoE layers with tensor parallelism")
+        problems.append(_WITH_TENSOR)
     wrapper = type(engine.optimizer).__name__
     if wrapper in _ACCUMULATING_WRAPPERS:
         problems.append(

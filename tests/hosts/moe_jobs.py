@@ -13,9 +13,11 @@ from torch import Tensor, nn
 import ds_kfac
 from tests._harness import deepspeed_cpu
 from tests._harness.collectives import recording
+from tests.hosts.engine_checkpoint_jobs import differences
 
 WIDTH, HIDDEN, CLASSES = 6, 7, 3
 PARTS, ROWS, STEPS = 4, 12, 4
+STOP, END = 3, 7
 LR, DECAY, AUX_LR, EPS = 0.05, 0.01, 0.02, 1e-2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DENSE = ("enter", "leave")
@@ -229,15 +231,7 @@ def train_cell(rank: int, ranks: int, cell: Cell) -> dict[str, Any]:
     _count_collectives(kfac, report["calls"])
     first = rank % cell.expert_parallel * (cell.experts // cell.expert_parallel)
     for step in range(STEPS):
-        x, y = batch(cell, step)
-        parts = torch.arange(len(x)).chunk(PARTS)
-        for rows in parts[rank * (PARTS // ranks) :][: PARTS // ranks]:
-            mine = x[rows].to(DTYPES[cell.dtype])
-            if cell.poisoned and step == 1 and rank == ranks - 1:
-                mine = mine * float("nan")
-            output, gate_loss = engine(mine)
-            engine.backward(objective(output.float(), gate_loss.float(), y[rows]))
-            engine.step()
+        take_step(engine, cell, step, rank, ranks)
         named = {global_name(n, first): p for n, p in engine.module.named_parameters()}
         report["weights"].append({n: p.detach().float().clone() for n, p in named.items()})
         report["factors"].append({global_name(n, first): kfac.factors(n) for n in kfac.owners})
@@ -252,6 +246,57 @@ def train_cell(rank: int, ranks: int, cell: Cell) -> dict[str, Any]:
     return report
 
 
+def take_step(engine: Any, cell: Cell, step: int, rank: int, ranks: int) -> None:
+    """One optimizer step on this rank's parts of the batch."""
+    x, y = batch(cell, step)
+    parts = torch.arange(len(x)).chunk(PARTS)
+    for rows in parts[rank * (PARTS // ranks) :][: PARTS // ranks]:
+        mine = x[rows].to(DTYPES[cell.dtype])
+        if cell.poisoned and step == 1 and rank == ranks - 1:
+            mine = mine * float("nan")
+        output, gate_loss = engine(mine)
+        engine.backward(objective(output.float(), gate_loss.float(), y[rows]))
+        engine.step()
+
+
+def resume(rank: int, ranks: int, cells: list[Cell], folder: str) -> list[list[str]]:
+    """Differences between the straight and the resumed run of each cell, on this rank."""
+    results = []
+    for index, cell in enumerate(cells):
+        engine = make_engine(cell, rank, ranks)
+        for step in range(END):
+            if step == STOP:
+                engine.save_checkpoint(f"{folder}/{index}")
+            take_step(engine, cell, step, rank, ranks)
+        straight = fingerprint(engine)
+        engine.destroy()
+        engine = make_engine(cell, rank, ranks)
+        engine.load_checkpoint(f"{folder}/{index}")
+        for step in range(engine.kfac.counters.steps, END):
+            take_step(engine, cell, step, rank, ranks)
+        results.append(differences(straight, fingerprint(engine)))
+        engine.destroy()
+    return results
+
+
+def load_and_save(rank: int, ranks: int, cell: Cell, source: str, target: str) -> None:
+    """Hand K-FAC's state of one cut into ranks to another one, which saves it again."""
+    engine = make_engine(cell, rank, ranks)
+    assert engine.kfac.load(source)
+    engine.kfac.save(target)
+    take_step(engine, cell, STOP, rank, ranks)
+    engine.destroy()
+
+
+def fingerprint(engine: Any) -> dict[str, Any]:
+    """Weights, and every bit of K-FAC's state."""
+    state = engine.kfac.state_dict()
+    result: dict[str, Any] = {**dict(engine.module.named_parameters()), **state["counters"]}
+    for name, layer in state["layers"].items():
+        result.update({f"{name}/{key}": value for key, value in layer.items()})
+    return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in result.items()}
+
+
 def _count_collectives(kfac: Any, calls: list[dict[tuple[int, ...], int]]) -> None:
     """Append a count by group at every step."""
     before_step = kfac.before_step
@@ -263,6 +308,14 @@ def _count_collectives(kfac: Any, calls: list[dict[tuple[int, ...], int]]) -> No
         return healthy
 
     kfac.before_step = counted
+
+
+def refuse_tensor_parallel(rank: int, ranks: int, cell: Cell) -> str:
+    """The message that experts whose layers AutoTP cuts are refused with."""
+    layers = [{"patterns": [".*up.weight$"], "partition_type": "column"}]
+    tensor = {"autotp_size": ranks, "partition_config": {"layer_specs": layers}}
+    data = {"gradient_accumulation_steps": 1, "train_batch_size": ranks, "tensor_parallel": tensor}
+    return refuse(rank, ranks, [(cell, data)])[0]
 
 
 def refuse(rank: int, ranks: int, cells: list[tuple[Cell, dict[str, Any]]]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from tests._harness import world
 from tests.hosts import moe_jobs as jobs
 from tests.hosts.moe_jobs import Cell
+from tests.hosts.test_checkpoint_ranks import assert_same, stored
 from tests.reference.dense_kfac import DenseKFAC
 from tests.reference.state import AuxOptions
 
@@ -155,6 +157,45 @@ def test_half_precision_moves_weights_as_the_oracle_does() -> None:
             moved = sum(float((exact[n] - start[n]).square().sum()) for n in weights)
             print(f"{limit}: {(error / moved) ** 0.5:.1e}")
             assert (error / moved) ** 0.5 < limit
+
+
+def test_engines_resume_exactly(tmp_path: Path) -> None:
+    """Between a capture and a refresh, a starved expert among them: every bit on every rank.
+
+    Experts have the same names on all ranks; under these, ranks would load each other's.
+    """
+    lazy = {"factor_update_steps": 2, "inv_update_steps": 4}
+    cells = [
+        Cell(4, 2, 0, {**NATURAL, **lazy}, clipping=CLIPPING),
+        Cell(4, 2, 1, {**lazy, "direction": "ekfac", "resume": "require"}, starved=True),
+        Cell(2, 2, 2, {**ORTHOGONAL, **lazy}, top=2),
+        Cell(4, 2, 1, {**NATURAL, **lazy}, own=False),
+    ]
+    assert world(4).run(jobs.resume, cells, str(tmp_path)) == [[[]] * len(cells)] * 4
+
+
+def test_states_do_not_depend_on_where_experts_are(tmp_path: Path) -> None:
+    """Each ``(ranks, expert-parallel ranks)`` loads what the one before it has saved."""
+    world(4).run(jobs.resume, [Cell(4, 2, 1, NATURAL)], str(tmp_path))
+    source = tmp_path / "0" / f"global_step{jobs.STOP}" / "kfac"
+    expected = stored(source)[0]
+    names = {key.rpartition("/")[0] for key in expected}
+    inside = f"{jobs.PREFIX}.experts.deepspeed_experts"
+    experts = {f"{inside}.{index}.{part}" for index in range(4) for part in ("up", "down")}
+    assert names == {*jobs.DENSE, *experts}
+    for ranks, expert_parallel in ((4, 4), (2, 1), (1, 1), (2, 2), (4, 1), (4, 2)):
+        target = tmp_path / f"{ranks}-{expert_parallel}"
+        cell = Cell(4, expert_parallel, 1, NATURAL)
+        world(ranks).run(jobs.load_and_save, cell, str(source), str(target))
+        assert_same(stored(target)[0], expected)
+        source = target
+
+
+def test_tensor_parallel_experts_are_refused() -> None:
+    """By name: an expert would belong to two kinds of groups."""
+    cell = Cell(2, 1, 0, NATURAL)
+    for message in world(2).run(jobs.refuse_tensor_parallel, cell):
+        assert "E150" in message and "MoE layers with tensor parallelism" in message
 
 
 def test_what_is_not_supported_is_refused() -> None:
