@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,8 +12,9 @@ from ds_kfac import schedules
 from ds_kfac.capture.rows import RowSharing
 from ds_kfac.comm.communicator import Communicator
 from ds_kfac.comm.ledger import Ledger
-from ds_kfac.comm.vote import agree, raise_everywhere
+from ds_kfac.comm.vote import agree, raise_everywhere, together
 from ds_kfac.config import KFACConfig
+from ds_kfac.errors import DistributedError
 from ds_kfac.layers.discover import discover, require_coverage
 from ds_kfac.layers.shards import TensorCut
 from ds_kfac.layers.spec import LayerSpec, LayerTable
@@ -154,10 +155,7 @@ def assemble(host: Host, config: KFACConfig, comms: Communicators) -> Assembly:
         uncounted = frozenset(s.name for s in layers.layers if s.name not in tensor.modules)
     return Assembly(
         layers=layers,
-        partitions=tuple(
-            _partition(host, config, specs, communicator, comms)
-            for specs, communicator in _split(layers, experts, comms)
-        ),
+        partitions=_partitions(host, config, _split(layers, experts, comms), comms),
         experts=tuple(experts),
         stored_names={
             spec.name: _stored_name(spec.name, experts) + comms.shard for spec in layers.layers
@@ -182,17 +180,41 @@ def _split(
     return parts
 
 
-def _partition(
+def _partitions(
     host: Host,
     config: KFACConfig,
-    specs: tuple[LayerSpec, ...],
-    communicator: Communicator,
+    parts: list[tuple[tuple[LayerSpec, ...], Communicator]],
     comms: Communicators,
-) -> PartitionPlan:
-    agree(communicator, "the set of layers", LayerTable(specs, ()).fingerprint())
-    program = _program(host, config, specs, communicator, comms)
-    agree(communicator, "the communication program", program.fingerprint())
-    return PartitionPlan(specs, communicator, program)
+) -> tuple[PartitionPlan, ...]:
+    """Programs of all partitions. What goes wrong in one group is raised on all ranks.
+
+    Ranks of other groups (experts, pipeline stages) would start to train and wait for ever.
+    """
+
+    def plans() -> tuple[PartitionPlan, ...]:
+        return tuple(
+            PartitionPlan(specs, group, _program(host, config, specs, group, comms))
+            for specs, group in parts
+        )
+
+    tables = [(group, LayerTable(specs, ()).fingerprint()) for specs, group in parts]
+    _agree_in_groups(comms.model, "the set of layers", tables)
+    made = together(comms.model, plans)
+    programs = [(plan.communicator, plan.program.fingerprint()) for plan in made]
+    _agree_in_groups(comms.model, "the communication program", programs)
+    return made
+
+
+def _agree_in_groups(
+    model: Communicator, what: str, values: Sequence[tuple[Communicator, str]]
+) -> None:
+    error: Exception | None = None
+    for group, value in values:
+        try:
+            agree(group, what, value)
+        except DistributedError as caught:
+            error = error or caught  # the next group's ranks need an answer from this one too
+    raise_everywhere(model, error)
 
 
 def _expert_of(name: str, experts: Mapping[str, Expert]) -> str | None:

@@ -41,6 +41,7 @@ class Cell:
         poisoned: In step 1 an expert of one rank sees NaN.
         split: The caller splits parameters as DeepSpeed's documentation says.
         dtype: ``fp32``, ``bf16`` or ``fp16``.
+        odd: Rank that has the bias of an expert frozen; none by default.
     """
 
     experts: int
@@ -55,6 +56,7 @@ class Cell:
     poisoned: bool = False
     split: bool = False
     dtype: str = "fp32"
+    odd: int = -1
 
 
 class Expert(nn.Module):
@@ -159,6 +161,7 @@ def make_net(cell: Cell, rank: int) -> Net:
     for index in range(local):
         expert = net.get_submodule(f"{PREFIX}.experts.deepspeed_experts.{index}")
         expert.load_state_dict(whole.experts[first + index].state_dict())
+        expert.get_parameter("up.bias").requires_grad_(rank != cell.odd)
     return net
 
 

@@ -211,5 +211,12 @@ def test_what_is_not_supported_is_refused() -> None:
             assert "E150" in message and words in message, message
 
 
+def test_ranks_that_hold_different_experts_raise_together() -> None:
+    """Those of the other experts would start to train and wait for ever."""
+    messages = world(4).run(jobs.refuse, [(Cell(4, 2, 0, NATURAL, odd=2), {})])
+    assert len({message for (message,) in messages}) == 1
+    assert "E203" in messages[0][0] and "the set of layers differs" in messages[0][0]
+
+
 def difference(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm().clamp(min=1e-12))
