@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_kfac
-import ds_kfac.preconditioner
+import ds_kfac.partition
 from benchmarks.parts import Wrapped
 from ds_kfac.capture.session import CaptureSession
 from ds_kfac.comm.run import GradientExchange
@@ -165,7 +165,7 @@ def _ds_kfac_functions() -> list[Wrapped]:
     return [
         Wrapped("capture", CaptureSession, "input_sums"),
         Wrapped("capture", CaptureSession, "add"),
-        Wrapped("reduce", ds_kfac.preconditioner, "reduce_factors"),
+        Wrapped("reduce", ds_kfac.partition, "reduce_factors"),
         Wrapped("reduce", Owner, "fold"),
         Wrapped("refresh", Owner, "refresh"),
         Wrapped("exchange", GradientExchange, "to_owners"),
