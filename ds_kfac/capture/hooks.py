@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ds_kfac.capture.session import CaptureSession, InputSums
@@ -143,6 +144,8 @@ def _gradient_hook(
             return
         try:
             weight = _weight(module)
+            if not _ends_in(weight):
+                return
             is_lost = gradients_stay and weight is not None and weight.grad is None
             session.enter_backward(name, _backward_pass(), is_lost=is_lost)
             with torch.no_grad():
@@ -153,6 +156,21 @@ def _gradient_hook(
             session.error = session.error or error
 
     return hook
+
+
+def _ends_in(weight: Tensor | None) -> bool:
+    """Whether the backward pass that is running computes this weight's gradient.
+
+    ``torch.autograd.grad`` for inputs (adversarial examples, gradient penalties) and
+    ``backward(inputs=...)`` pass the layer without. Where torch does not tell, it does.
+    """
+    will_execute = getattr(torch._C, "_will_engine_execute_node", None)
+    if will_execute is None or weight is None or not weight.is_leaf:
+        return True
+    try:
+        return bool(will_execute(get_gradient_edge(weight).node))
+    except RuntimeError:
+        return True
 
 
 def _backward_pass() -> int | None:

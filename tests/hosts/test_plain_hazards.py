@@ -242,3 +242,33 @@ def test_the_kl_clip_takes_the_biases_own_rate() -> None:
     loss_of(model, 0).backward()
     clipped.step()
     assert kfac.metrics()["kl_scale"] == pytest.approx((1e-4 / change) ** 0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("how", ["grad", "backward"])
+@pytest.mark.parametrize("when", ["first", "between", "last"])
+def test_gradients_of_inputs_are_no_statistics(how: str, when: str) -> None:
+    """Adversarial examples and penalties: passes that train nothing were counted in A and G."""
+
+    def attack(model: nn.Module) -> None:
+        x = (3 * batch(9)).requires_grad_()
+        loss = model(x).square().mean()
+        if how == "grad":
+            torch.autograd.grad(loss, x)
+        else:
+            loss.backward(inputs=[x])
+
+    model, twin = net(), net()
+    for candidate in (model, twin):
+        optimizer = sgd(candidate)
+        kfac = ds_kfac.attach(candidate, optimizer, SETTINGS)
+        assert kfac is not None
+        for step in range(2):
+            optimizer.zero_grad()
+            for micro in range(2):
+                if candidate is model and when == ("first", "between")[micro]:
+                    attack(candidate)
+                (loss_of(candidate, 2 * step + micro) / 2).backward()
+            if candidate is model and when == "last":
+                attack(candidate)
+            optimizer.step()
+    assert torch.equal(weights(model), weights(twin))
