@@ -16,6 +16,7 @@ from ds_kfac.comm.vote import agree, raise_everywhere, together
 from ds_kfac.config import KFACConfig
 from ds_kfac.errors import DistributedError
 from ds_kfac.layers.discover import discover, require_coverage
+from ds_kfac.layers.names import enclosing
 from ds_kfac.layers.shards import TensorCut
 from ds_kfac.layers.spec import LayerSpec, LayerTable
 from ds_kfac.plan import cost
@@ -172,7 +173,7 @@ def _split(
     layers: LayerTable, experts: Mapping[str, Expert], comms: Communicators
 ) -> list[tuple[tuple[LayerSpec, ...], Communicator]]:
     """Layers by the ranks that share them; the same groups in the same order on every rank."""
-    expert_of = {spec.name: _expert_of(spec.name, experts) for spec in layers.layers}
+    expert_of = {spec.name: enclosing(spec.name, experts) for spec in layers.layers}
     parts = [(tuple(s for s in layers.layers if expert_of[s.name] is None), comms.work)]
     for key in sorted({expert.group for expert in experts.values()}):
         inside = {name for name, at in expert_of.items() if at and experts[at].group == key}
@@ -217,13 +218,8 @@ def _agree_in_groups(
     raise_everywhere(model, error)
 
 
-def _expert_of(name: str, experts: Mapping[str, Expert]) -> str | None:
-    """Module name of the expert that a layer belongs to; None for dense layers."""
-    return next((expert for expert in experts if f"{name}.".startswith(f"{expert}.")), None)
-
-
 def _stored_name(name: str, experts: Mapping[str, Expert]) -> str:
-    expert = _expert_of(name, experts)
+    expert = enclosing(name, experts)
     return name if expert is None else experts[expert].name + name.removeprefix(expert)
 
 
@@ -245,22 +241,18 @@ def _discover(
     host: Host, config: KFACConfig, model: Communicator, tensor: TensorCut | None
 ) -> LayerTable:
     """Find the layers; a rank that cannot makes all ranks raise."""
-    table: LayerTable | None = None
-    error: Exception | None = None
     excluded = _excluded(host)
-    try:
-        table = discover(
+    table = together(
+        model,
+        lambda: discover(
             host.model,
             config,
             optimized=host.learning_rates().keys(),
             excluded={**(excluded or {}), **_uncalled(host)},
             whole=excluded is None,
             tensor=tensor,
-        )
-    except Exception as caught:
-        error = caught
-    raise_everywhere(model, error)
-    assert table is not None
+        ),
+    )
     if excluded is not None:
         require_coverage(model.gather_objects(table))
     return table

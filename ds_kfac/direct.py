@@ -66,16 +66,16 @@ def direction(
         return torch.zeros_like(g), _modelled_change(g, g, None, has_bias=has_bias)
     state.updates += used
     in_basis = settings.direction in IN_EIGENBASIS
-    x = _tilewise(state, g, _to_basis) if in_basis else g
+    x = _rotated(state, g, directions.to_basis) if in_basis else g
     m = _momentum(state, x, used, settings)
     d = _FORMULAS[settings.direction](state, x, m, used, settings)
     # A rotation changes no inner product, but it mixes the columns of weight and bias.
     split = in_basis and has_bias and rates is not None and rates[0] != rates[1]
     if split:
-        d, m = _tilewise(state, d, _from_basis), _tilewise(state, m, _from_basis)
+        d, m = (_rotated(state, part, directions.from_basis) for part in (d, m))
     change = _modelled_change(d, m, rates, has_bias=has_bias)
     if in_basis and not split:
-        d = _tilewise(state, d, _from_basis)
+        d = _rotated(state, d, directions.from_basis)
     d, change = _replace_nonfinite(state, d, change, g if in_basis else m, settings, rates)
     d = _graft(state, d, g, used, settings)
     if settings.direction == "orthogonal":
@@ -223,18 +223,18 @@ def _with_second_moment(
     return result
 
 
-def _to_basis(part: Tensor, basis_g: BlockBasis | None, basis_a: BlockBasis | None) -> Tensor:
-    if basis_g is None or basis_a is None:
-        return part
-    qg, _, qa, _ = _eigen(basis_g, basis_a)
-    return directions.to_basis(part, qg, qa)
+def _rotated(
+    state: LayerState, x: Tensor, turn: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Turn every tile that has both bases; the others are in plain coordinates throughout."""
 
+    def tile(part: Tensor, basis_g: BlockBasis | None, basis_a: BlockBasis | None) -> Tensor:
+        if basis_g is None or basis_a is None:
+            return part
+        qg, _, qa, _ = _eigen(basis_g, basis_a)
+        return turn(part, qg, qa)
 
-def _from_basis(part: Tensor, basis_g: BlockBasis | None, basis_a: BlockBasis | None) -> Tensor:
-    if basis_g is None or basis_a is None:
-        return part
-    qg, _, qa, _ = _eigen(basis_g, basis_a)
-    return directions.from_basis(part, qg, qa)
+    return _tilewise(state, x, tile)
 
 
 def _graft(
@@ -309,8 +309,6 @@ def _eigen(basis_g: BlockBasis, basis_a: BlockBasis) -> tuple[Tensor, Tensor, Te
     assert qg is not None and dg is not None and qa is not None and da is not None
     return qg, dg, qa, da
 
-
-"""Directions whose gradient, momentum and second moment live in the eigenbasis."""
 
 _Formula = Callable[[LayerState, Tensor, Tensor, Tensor | bool, DirectionSettings], Tensor]
 _FORMULAS: dict[str, _Formula] = {

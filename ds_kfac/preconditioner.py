@@ -41,7 +41,7 @@ from ds_kfac.math.directions import kl_scale
 from ds_kfac.owner import resolve_momentum
 from ds_kfac.partition import Directions, Partition
 from ds_kfac.state import LayerState
-from ds_kfac.step_input import StepInput, read, refuse_nonfinite, refuse_unfrozen
+from ds_kfac.step_input import StepInput, read, refuse_nonfinite
 from ds_kfac.telemetry.metrics import Counters, collect
 from ds_kfac.telemetry.table import layer_table
 
@@ -265,9 +265,13 @@ class KFAC(Stateful):
     def _read(self, prepare: Callable[[], None] | None) -> StepInput:
         if prepare is not None:
             prepare()
-        begun = read(self._host, self._session, self._device)
-        refuse_unfrozen(begun, self._frozen)
-        return begun
+        return read(
+            self._host,
+            self._session,
+            self._device,
+            frozen=self._frozen,
+            wants_rates=self.config.uses_kl_clip,
+        )
 
     def _states(self) -> dict[str, LayerState]:
         """State of every layer this rank owns, by name."""

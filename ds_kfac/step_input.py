@@ -35,7 +35,7 @@ class StepInput:
         stored_scale: What the stored gradients are still multiplied by.
         scale_adapts: Whether that scale is looked for by trial.
         clip_threshold: Norm to which the raw gradient is clipped; 0 leaves it as it is.
-        learning_rates: By parameter name.
+        learning_rates: By parameter name; empty where nobody asks for them.
     """
 
     gradients: Gradients
@@ -48,13 +48,25 @@ class StepInput:
     learning_rates: Mapping[str, float]
 
 
-def read(host: Host, session: CaptureSession, device: torch.device) -> StepInput:
+def read(
+    host: Host,
+    session: CaptureSession,
+    device: torch.device,
+    *,
+    frozen: Mapping[str, str],
+    wants_rates: bool,
+) -> StepInput:
     """Ask host and session; local to this rank.
 
     Args:
         host: The framework's adapter.
         session: Holds the statistics, which it hands over.
         device: Compute device.
+        frozen: Weights that were frozen at attach, and their layers, by name.
+        wants_rates: Learning rates are asked for, of every parameter.
+
+    Raises:
+        CoverageError: A layer has been unfrozen since attach, and the optimizer trains it (E130).
     """
     pending = session.drain()
     gradients = host.gradients()
@@ -63,6 +75,9 @@ def read(host: Host, session: CaptureSession, device: torch.device) -> StepInput
         lost = [n for n in pending if session.specs[n].weight.name not in gradients.views]
         for name in lost:
             del pending[name]
+    unfrozen = {weight: frozen[weight] for weight in frozen if weight in gradients.views}
+    rates = host.learning_rates() if wants_rates or unfrozen else {}
+    _refuse_unfrozen(unfrozen, rates)
     norm = _norm(gradients, device)
     return StepInput(
         gradients=gradients,
@@ -72,7 +87,7 @@ def read(host: Host, session: CaptureSession, device: torch.device) -> StepInput
         stored_scale=host.stored_scale(),
         scale_adapts=host.scale_adapts(),
         clip_threshold=host.clip_threshold(),
-        learning_rates=host.learning_rates(),
+        learning_rates=rates,
     )
 
 
@@ -85,18 +100,9 @@ def _norm(gradients: Gradients, device: torch.device) -> Tensor:
     return torch.stack(parts).norm() if parts else gradient_norm([], device)
 
 
-def refuse_unfrozen(begun: StepInput, frozen: Mapping[str, str]) -> None:
-    """Check that no layer has been unfrozen since attach.
-
-    Args:
-        begun: The step.
-        frozen: Weights that were frozen at attach, and their layers, by name.
-
-    Raises:
-        CoverageError: One has, and the optimizer trains it (E130).
-    """
-    for weight, layer in frozen.items():
-        if weight in begun.gradients.views and weight in begun.learning_rates:
+def _refuse_unfrozen(unfrozen: Mapping[str, str], rates: Mapping[str, float]) -> None:
+    for weight, layer in unfrozen.items():
+        if weight in rates:
             raise CoverageError(
                 "E130",
                 f"layer {layer} was frozen when K-FAC was attached and is trained now: call "

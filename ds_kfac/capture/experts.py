@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ds_kfac.layers.names import enclosing
+
 
 class TokenMasks:
     """The slots of every expert that is at work.
@@ -25,12 +27,7 @@ class TokenMasks:
 
     def __init__(self, experts: Iterable[str] = (), layers: Sequence[str] = ()) -> None:
         self.experts = tuple(experts)
-        self._expert_of = {
-            layer: expert
-            for expert in self.experts
-            for layer in layers
-            if f"{layer}.".startswith(f"{expert}.")
-        }
+        self._expert_of = {layer: enclosing(layer, self.experts) for layer in layers}
         self._running: dict[str, Tensor] = {}
 
     def enter(self, expert: str, x: Tensor) -> None:

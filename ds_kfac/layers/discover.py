@@ -12,6 +12,7 @@ from ds_kfac.config import OUTPUT_HEADS, KFACConfig
 from ds_kfac.errors import CoverageError, nearest
 from ds_kfac.layers.describe import describe, extra_parameters, matches, numel_of, shape_of
 from ds_kfac.layers.kinds import KINDS, LayerKind, kind_of
+from ds_kfac.layers.names import enclosing
 from ds_kfac.layers.shards import TensorCut
 from ds_kfac.layers.spec import FROZEN, LayerSpec, LayerTable, LeftOut
 
@@ -200,8 +201,8 @@ def _require_shapes(name: str, module: nn.Module) -> None:
 
 
 def _kept_out(name: str, excluded: Mapping[str, str]) -> str | None:
-    inside = (why for top, why in excluded.items() if f"{name}.".startswith(f"{top}."))
-    return next(inside, None)
+    top = enclosing(name, excluded)
+    return None if top is None else excluded[top]
 
 
 def _refuse_unsupported(unsupported: list[tuple[str, str]]) -> None:

@@ -40,6 +40,19 @@ def trained(rank: int, size: int, steps: int) -> Run:
     return run
 
 
+def _loaded(run: Run, folder: str) -> str:
+    """What a load does: the error, which changes nothing, or that there was none."""
+    before = run.fingerprint()
+    try:
+        run.kfac.load(folder)
+    except KFACError as error:
+        assert_identical(run.fingerprint(), before)
+        return str(error)
+    finally:
+        run.kfac.detach()
+    return "loaded"
+
+
 def count_ticks(rank: int, size: int, folder: str) -> list[str]:
     """The changes on disk of a save that replaces an earlier one."""
     run = trained(rank, size, 1)
@@ -128,27 +141,11 @@ def damaged(rank: int, size: int, folder: str, forge: Any) -> str:
     if rank == 0:
         forge(Path(folder))
     run.kfac._model.gather_objects(None)
-    before = run.fingerprint()
-    try:
-        run.kfac.load(folder)
-    except KFACError as error:
-        assert_identical(run.fingerprint(), before)
-        return str(error)
-    finally:
-        run.kfac.detach()
-    return "loaded"
+    return _loaded(run, folder)
 
 
 def different_folders(rank: int, size: int, folder: str) -> str:
     """Every rank loads from a folder of its own; only that of rank 0 has a checkpoint."""
     run = trained(rank, size, 1)
     run.kfac.save(f"{folder}/0")
-    before = run.fingerprint()
-    try:
-        run.kfac.load(f"{folder}/{rank}")
-    except KFACError as error:
-        assert_identical(run.fingerprint(), before)
-        return str(error)
-    finally:
-        run.kfac.detach()
-    return "loaded"
+    return _loaded(run, f"{folder}/{rank}")

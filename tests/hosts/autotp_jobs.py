@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 import ds_kfac
 from ds_kfac.capture import session
-from tests._harness import collectives, deepspeed_cpu
+from tests._harness import deepspeed_cpu
+from tests.hosts import promise_jobs, topology_jobs
 
 STEPS = 4
 BATCH, TOKENS = 8, 8
 WIDTH, INNER = 8, 10  # of the net; 10 features cannot be cut evenly over 4 ranks
 HIDDEN, MLP, HEADS, VOCABULARY = 16, 20, 4, 16  # of the Llama
-LR, DECAY, AUX_LR = 0.05, 0.01, 0.02
+LR, DECAY, AUX_LR = topology_jobs.LR, topology_jobs.DECAY, topology_jobs.AUX_LR
 INTERVALS = {"factor_update_steps": 1, "inv_update_steps": 2, "factor_decay": 0.9}
 LAYERS = ("block.qkv", "block.proj", "block.up", "block.down", "out")
 
@@ -169,15 +170,7 @@ def configuration(cell: Cell, tensor: int) -> dict[str, Any]:
         config["tensor_parallel"] = {"autotp_size": tensor, **cell.extra}
         if cell.model == "net":
             config["tensor_parallel"].setdefault("partition_config", PARTITION)
-    settings = {**INTERVALS, **cell.kfac}
-    if cell.own:
-        aux = {"lr": AUX_LR, "betas": [0.9, 0.95]}
-        params = {"lr": LR, "weight_decay": DECAY, "aux": aux, **settings}
-        config["optimizer"] = {"type": "KFAC", "params": params}
-    else:
-        params = {"lr": LR, "momentum": 0.9, "weight_decay": DECAY}
-        config["optimizer"] = {"type": "SGD", "params": params}
-        config["kfac"] = settings
+    topology_jobs.add_optimizer(config, {**INTERVALS, **cell.kfac}, own=cell.own)
     return config
 
 
@@ -217,7 +210,7 @@ def _train_cell(size: int, tensor: int, cell: Cell) -> dict[str, Any]:
     for step in range(cell.steps):
         if step == cell.bad:
             take_step(engine, cell, size, tensor, step, bad=True)
-        with only_ours(engine) as log:
+        with promise_jobs.only_ours(engine) as log:
             take_step(engine, cell, size, tensor, step)
         logs.append(log)
         norms.append(float(engine.get_global_grad_norm()))
@@ -263,29 +256,6 @@ def whole_weights(engine: Any) -> dict[str, Tensor]:
             name = f"{prefix}.{key}" if prefix else key
             weights[name] = param.detach().float().clone()
     return weights
-
-
-class only_ours:  # noqa: N801 - used like a function
-    """Record the collectives between the entry of the step and the engine's own step."""
-
-    def __init__(self, engine: Any) -> None:
-        self._kfac = engine.kfac
-        self.log: list[str] = []
-
-    def __enter__(self) -> list[str]:
-        original = self._kfac.before_step
-
-        def before_step() -> bool:
-            with collectives.recording() as records:
-                healthy = original()
-            self.log.extend(record.op for record in records)
-            return healthy
-
-        self._kfac.before_step = before_step
-        return self.log
-
-    def __exit__(self, *_: object) -> None:
-        del self._kfac.before_step
 
 
 def resumed(

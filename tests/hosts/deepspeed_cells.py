@@ -90,6 +90,20 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     )
 
 
+def movement_error(found: dict[str, Tensor], exact: dict[str, Tensor], start: nn.Module) -> float:
+    """Error of the weights' total movement, relative to its size (docs/adr/0006).
+
+    Args:
+        found: Weights by name.
+        exact: What they should be, fp64.
+        start: Holds the weights before training.
+    """
+    begun = {name: param.detach().double() for name, param in start.named_parameters()}
+    error = sum(float((found[n].double() - w).square().sum()) for n, w in exact.items())
+    moved = sum(float((w - begun[n]).square().sum()) for n, w in exact.items())
+    return float((error / moved) ** 0.5)
+
+
 def assert_close(size: int, cells: list[Cell], variants: list[str], found: list[Report]) -> None:
     """Every cell agrees with the oracle of its variant, within the variant's tolerance."""
     measured = differences(found, cells, variants)

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from ds_kfac.errors import KFACError
 from tests._harness import close_all, world
-from tests.hosts import deepspeed_cells, pipeline_jobs, topology_jobs
+from tests.hosts import deepspeed_cells, pipeline_jobs, test_deepspeed_pipeline, topology_jobs
 from tests.hosts import topology_table as table
 from tests.hosts.deepspeed_cells import cell
 from tests.hosts.topology_jobs import Cell
-from tests.reference import DenseKFAC
 
 SIZES = (1, 2, 4)
 ACCUMULATIONS = (1, 4)
@@ -120,25 +119,14 @@ def _value(outcome: dict[str, Tensor] | str, dtype: str, extra: dict[str, Any]) 
     if dtype == "fp32" and not extra:
         return deepspeed_cells.difference(outcome, exact)
     torch.manual_seed(7)
-    start = dict(topology_jobs.Net().named_parameters())
-    return _movement_error(outcome, exact, {n: p.detach() for n, p in start.items()})
-
-
-def _movement_error(
-    found: dict[str, Tensor], exact: dict[str, Tensor], start: dict[str, Tensor]
-) -> float:
-    error = sum(float((found[n].double() - exact[n]).square().sum()) for n in found)
-    moved = sum(float((exact[n] - start[n].double()).square().sum()) for n in found)
-    return float((error / moved) ** 0.5)
+    return deepspeed_cells.movement_error(outcome, exact, topology_jobs.Net())
 
 
 def measure_pipelines(size: int) -> list[Row]:
     """Pipelines of two stages: three micro-batches per step."""
-    settings = {"direction": "natural", "damping": 0.3, "kl_clip": 0.001}
-    every = {"factor_update_steps": 1, "inv_update_steps": 1}
-    base = pipeline_jobs.Cell("holes", 2, 0, {**settings, **every}, own=True)
-    exact = _pipeline_oracle(settings)
-    start = dict(pipeline_jobs.Whole("holes").named_parameters())
+    base = pipeline_jobs.Cell("holes", 2, 0, test_deepspeed_pipeline.NATURAL, own=True)
+    reference = test_deepspeed_pipeline.run_oracle(base)[0]
+    exact = {name: param.detach() for name, param in reference.model.named_parameters()}
     rows = []
     for engine, zero in PIPELINES.items():
         cells: dict[str, float | str] = {}
@@ -153,29 +141,10 @@ def measure_pipelines(size: int) -> list[Row]:
             if name == "fp32":
                 cells[name] = deepspeed_cells.difference(weights, exact)
             else:
-                begun = {n: p.detach() for n, p in start.items()}
-                cells[name] = _movement_error(weights, exact, begun)
+                start = pipeline_jobs.Whole("holes")
+                cells[name] = deepspeed_cells.movement_error(weights, exact, start)
         rows.append(Row(engine, size, pipeline_jobs.MICRO_BATCHES, cells))
     return rows
-
-
-def _pipeline_oracle(settings: dict[str, Any]) -> dict[str, Tensor]:
-    from tests.reference.state import AuxOptions
-
-    model = pipeline_jobs.Whole("holes").double()
-    reference = DenseKFAC(
-        model,
-        ["4", "5.linear", "6.linear", "7"],
-        lr=pipeline_jobs.LR,
-        weight_decay=pipeline_jobs.DECAY,
-        momentum=0.95,
-        aux=AuxOptions(lr=pipeline_jobs.AUX_LR, weight_decay=pipeline_jobs.DECAY),
-        **settings,
-    )
-    for step in range(pipeline_jobs.STEPS):
-        x, y = pipeline_jobs.batch("holes", step)
-        reference.step(lambda x=x, y=y: 0.5 * (model(x) - y).square().sum() / pipeline_jobs.ROWS)
-    return {name: param.detach() for name, param in model.named_parameters()}
 
 
 def format_table(rows: list[Row]) -> str:

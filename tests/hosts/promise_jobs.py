@@ -78,7 +78,7 @@ def traffic(
     engine = deep_engine(depth, stage, size, {**kfac, "strategy": strategy}, clipping=1.0)
     logs: list[list[str]] = []
     for step in range(3):
-        with _only_ours(engine) as log:
+        with only_ours(engine) as log:
             take_step(engine, rank, step)
         logs.append(log)
     report = engine.kfac.ledger()
@@ -90,7 +90,7 @@ def traffic(
     return {"ledger": report, "owners": owners, "layouts": layouts, "collectives": logs}
 
 
-class _only_ours:  # noqa: N801 - used like a function
+class only_ours:  # noqa: N801 - used like a function
     """Record the collectives between the entry of the step and the engine's own step."""
 
     def __init__(self, engine: Any) -> None:

@@ -36,11 +36,7 @@ def autocast(dtype: str) -> dict[str, Any]:
 def movement_error(report: Report, variant: str) -> float:
     """Error of the weights' total movement against the fp64 oracle, relative."""
     torch.manual_seed(7)
-    start = dict(jobs.Net().named_parameters())
-    exact = table.oracle(variant)
-    error = sum(float((report.weights[n].double() - w).square().sum()) for n, w in exact.items())
-    moved = sum(float((w - start[n].detach().double()).square().sum()) for n, w in exact.items())
-    return float((error / moved) ** 0.5)
+    return cells.movement_error(report.weights, table.oracle(variant), jobs.Net())
 
 
 def check(found: list[Report], items: list[Cell], limit: float, variant: str = "natural") -> None:

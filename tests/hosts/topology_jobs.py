@@ -194,15 +194,20 @@ def deepspeed_config(cell: Cell, size: int) -> dict[str, Any]:
     }
     if cell.dtype != "fp32":
         config[cell.dtype] = {"enabled": True}
-    if cell.own:
+    add_optimizer(config, cell.kfac, own=cell.own)
+    return merged(config, cell.extra)
+
+
+def add_optimizer(config: dict[str, Any], kfac: dict[str, Any], *, own: bool) -> None:
+    """Type KFAC, or SGD with momentum beside a kfac section, with the rates of all jobs."""
+    if own:
         aux = {"lr": AUX_LR, "betas": [0.9, 0.95]}
-        params = {"lr": LR, "weight_decay": DECAY, "aux": aux, **cell.kfac}
+        params = {"lr": LR, "weight_decay": DECAY, "aux": aux, **kfac}
         config["optimizer"] = {"type": "KFAC", "params": params}
     else:
         params = {"lr": LR, "momentum": 0.9, "weight_decay": DECAY}
         config["optimizer"] = {"type": "SGD", "params": params}
-        config["kfac"] = dict(cell.kfac)
-    return merged(config, cell.extra)
+        config["kfac"] = dict(kfac)
 
 
 def merged(config: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from torch.nn import functional
 
 import ds_kfac
 from tests._harness import deepspeed_cpu
+from tests.hosts import topology_jobs
 
 BATCH, LENGTH, WIDTH, HEADS = 4, 8, 8, 4
 STEPS = 3
-LR, DECAY, AUX_LR = 0.05, 0.01, 0.02
+LR, DECAY, AUX_LR = topology_jobs.LR, topology_jobs.DECAY, topology_jobs.AUX_LR
 LAYERS = ("enter", "query", "key", "value", "out", "leave")
 
 
@@ -113,18 +114,8 @@ def config_of(cell: Cell, copies: int) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }
-    if cell.own:
-        aux = {"lr": AUX_LR, "betas": [0.9, 0.95]}
-        params = {"lr": LR, "weight_decay": DECAY, "aux": aux, **cell.kfac}
-        config["optimizer"] = {"type": "KFAC", "params": params}
-    else:
-        params = {"lr": LR, "momentum": 0.9, "weight_decay": DECAY}
-        config["optimizer"] = {"type": "SGD", "params": params}
-        config["kfac"] = dict(cell.kfac)
-    for key, value in cell.extra.items():
-        old = config.get(key)
-        config[key] = {**old, **value} if isinstance(old, dict) else value
-    return config
+    topology_jobs.add_optimizer(config, cell.kfac, own=cell.own)
+    return topology_jobs.merged(config, cell.extra)
 
 
 def start(size: int) -> Any:
