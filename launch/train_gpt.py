@@ -182,6 +182,9 @@ def main() -> int:
         return 2
     if deepspeed.comm.get_rank() == 0:
         write(runs, args.out or Path("runs") / Path(args.deepspeed_config).stem)
+    # Rank 0 still draws when the others are done: a rank that tears its connections down alone
+    # has been seen to abort at exit.
+    deepspeed.comm.barrier()
     deepspeed.comm.destroy_process_group()
     failed = args.require and len(runs) == 2 and not report.reached(*runs)
     return 1 if failed else 0
