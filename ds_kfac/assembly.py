@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ds_kfac import schedules
 from ds_kfac.capture.rows import RowSharing
 from ds_kfac.comm.communicator import Communicator
 from ds_kfac.comm.ledger import Ledger
@@ -19,9 +18,8 @@ from ds_kfac.layers.discover import discover, require_coverage
 from ds_kfac.layers.names import enclosing
 from ds_kfac.layers.shards import TensorCut
 from ds_kfac.layers.spec import LayerSpec, LayerTable
-from ds_kfac.plan import cost
-from ds_kfac.plan.placement import place
-from ds_kfac.plan.program import Program, build
+from ds_kfac.plan.derive import derive
+from ds_kfac.plan.program import Program
 from ds_kfac.plan.tensor import grid_of, joint_layouts
 
 if TYPE_CHECKING:
@@ -282,16 +280,4 @@ def _program(
     if comms.shares_tensor and communicator is comms.work:
         grid = grid_of(comms.work.gather_objects((comms.tensor.rank, comms.data.rank)))
         layouts = joint_layouts(specs, comms.tensor.gather_objects(layouts), grid)
-    # Intervals may be schedules; the latest value governs most of a run.
-    interval = schedules.interval_at(config.inv_update_steps, 1_000_000)
-    costs = [
-        cost.step_flops(
-            spec,
-            direction=config.direction,
-            solver=config.resolved_solver,
-            refresh_interval=interval,
-        )
-        for spec in specs
-    ]
-    owners = place(specs, costs, layouts, size=size, strategy=config.strategy)
-    return build(specs, layouts, owners, size=size)
+    return derive(specs, layouts, config, size=size)

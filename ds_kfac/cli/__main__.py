@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 from ds_kfac import __version__
+from ds_kfac.cli import plan_arguments
 from ds_kfac.config import schema
 from ds_kfac.errors import KFACError
+
+WRONG_ARGUMENTS = 2  # as argparse
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,12 +34,17 @@ def main(arguments: list[str] | None = None) -> int:
     inspect.add_argument("checkpoint", type=Path, help="folder of a checkpoint")
     inspect.add_argument("--plot", type=Path, metavar="FILE", help="draw the factors' spectra")
     inspect.set_defaults(run=_inspect)
+    plan = commands.add_parser(
+        "plan", help="owners, memory, bytes and times of a run, without starting it"
+    )
+    plan_arguments.add_arguments(plan)
+    plan.set_defaults(run=_plan, failed=WRONG_ARGUMENTS)
     options = parser.parse_args(arguments)
     try:
         sys.stdout.write(options.run(options))
     except KFACError as error:
         sys.stderr.write(f"{error}\n")
-        return 1
+        return int(getattr(options, "failed", 1))
     return 0
 
 
@@ -51,6 +59,12 @@ def _inspect(options: argparse.Namespace) -> str:
     if options.plot is not None:
         inspect.plot(spectra, options.plot)
     return text
+
+
+def _plan(options: argparse.Namespace) -> str:
+    from ds_kfac.cli import plan
+
+    return plan.report(options)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,11 @@ def add_outer_(total: Tensor, rows: Tensor, *, alpha: float | Tensor = 1.0) -> N
         total[start:stop, start:].addmm_(left[:, start:stop].t(), right[:, start:], alpha=scale)
 
 
+def outer_flops(rows: int, n: int) -> float:
+    """Operations of :func:`add_outer_` on an accelerator, for ``rows`` rows of length ``n``."""
+    return float(rows) * n * (n + _SYRK_ROWS if n >= SYRK_MIN_SIZE else 2 * n)
+
+
 def _block_height(total: Tensor) -> int:
     n = total.shape[0]
     if n >= SYRK_MIN_SIZE:

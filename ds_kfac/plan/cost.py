@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ds_kfac.layers.spec import LayerSpec
+from ds_kfac.math.moments import outer_flops
 from ds_kfac.math.packing import packed_numel
 
 # Multiples of n^3 (numerics: measured in units of a matrix product of 2 n^3 operations).
@@ -13,6 +14,11 @@ NEWTON_SCHULZ_STEPS = 5
 def factor_numel(spec: LayerSpec) -> int:
     """Elements of a layer's packed (upper-triangular) factors."""
     return sum(packed_numel(n) for n in spec.block_sizes)
+
+
+def capture_flops(spec: LayerSpec, rows: int) -> float:
+    """Operations of one rank's sums of outer products on an accelerator, for rows of a step."""
+    return sum(outer_flops(rows, n) for n in spec.block_sizes)
 
 
 def refresh_flops(spec: LayerSpec, solver: str) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.math.packing import packed_numel
@@ -101,12 +102,12 @@ class Exchange:
                     parts[segment.holder].append(segment)
         return parts
 
-    @property
+    @cached_property
     def moves_gradients(self) -> bool:
         """Whether owners read slices elsewhere: otherwise no gradient travels."""
         return any(s.source and s.holder != self.owners[s.layer] for s in self.segments)
 
-    @property
+    @cached_property
     def moves_shards(self) -> bool:
         """Whether any slice is not at its owner: otherwise no direction comes back that way."""
         return any(s.holder != self.owners[s.layer] for s in self.segments)
@@ -115,12 +116,15 @@ class Exchange:
         """Elements of replicated layers whose direction this rank computes for everybody."""
         return sum(self.numels[layer] for layer in self.owned(rank) if layer in self.replicated)
 
-    @property
+    @cached_property
     def gather_numel(self) -> int:
         """Elements each rank contributes to the all-gather of replicated layers (padded)."""
         if self.size == 1:
             return 0
-        return max(self.shared_numel(rank) for rank in range(self.size))
+        shared = [0] * self.size  # in one pass: thousands of ranks own hundreds of layers
+        for layer in self.replicated:
+            shared[self.owners[layer]] += self.numels[layer]
+        return max(shared)
 
     def sent_numel(self, rank: int) -> tuple[int, int]:
         """Elements a rank sends per step: gradients to owners, directions from owners."""
