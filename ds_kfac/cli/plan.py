@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -45,6 +46,8 @@ def report(options: argparse.Namespace) -> str:
     """
     settings = plan_source.read_settings(options.config, options.stage)
     model = _model(options)
+    if options.dims is not None:  # layers without names that a pattern could mean
+        settings = replace(settings, kfac=settings.kfac.model_copy(update={"skip_layers": ()}))
     table, result, machine = run(model, settings, options)
     lines = [*_head(table, settings, result), ""]
     lines += [*_traffic_lines(result), "", *_memory_lines(result), ""]

@@ -72,7 +72,7 @@ def layer_state(spec: LayerSpec, *, solver: str, moments: int, item: int) -> tup
         item: Bytes of an element.
     """
     sizes = spec.block_sizes
-    counters = len(sizes) + 2  # a weight per block; the layer's updates and fallbacks
+    counters = len(sizes) + 3  # a weight per block; updates, fallbacks and the last fold
     factors = sum(packed_numel(n) for n in sizes) * item + counters * _COUNTER_BYTES
     # Eigenvectors and eigenvalues, or an inverse; and the factor's mean eigenvalue.
     bases = sum(n * n + 1 + (n if solver == "eigen" else 0) for n in sizes) * item

@@ -71,7 +71,7 @@ def state_bytes(kfac: Any) -> int:
     """Bytes of memory behind the tensors of all layers that this rank owns."""
     tensors = [
         value
-        for layer in kfac._owner.state_dict().values()
+        for layer in kfac.state_dict()["layers"].values()
         for value in layer.values()
         if isinstance(value, Tensor)
     ]

@@ -32,6 +32,10 @@ CELLS = [
     cell("3", "ekfac", True),
     cell("2", "eigen_adam", True, extra=zero(round_robin_gradients=True)),
     cell("1", "natural", False, extra=zero(parameter_alignment=True)),
+    *(
+        cell(stage, "natural", True, dtype="bf16", extra=zero(offload_optimizer={"device": "cpu"}))
+        for stage in ("2", "3")
+    ),
     *(cell(stage, "orthogonal", True, dtype="bf16") for stage in STAGES),
     *(
         cell(

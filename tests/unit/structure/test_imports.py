@@ -38,7 +38,7 @@ THIRD_PARTIES = {
     "pydantic": ["ds_kfac/config*.py", "ds_kfac/schedules.py", "ds_kfac/checkpoint/manifest.py"],
     "safetensors": ["ds_kfac/checkpoint/*"],
     "numpy": [],
-    "transformers": [],
+    "transformers": ["ds_kfac/cli/plan_source.py"],
 }
 SOURCES = sources()
 
