@@ -1,4 +1,4 @@
-"""Jobs that measure what ``ds-kfac plan`` predicts: bytes, layouts and memory of real runs."""
+"""Jobs that measure what ``ds-kfac plan`` predicts: owners, bytes and memory of real runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cell(stage: str, direction: str, own: bool, **extra: Any) -> Cell:
 
 
 def measure(rank: int, size: int, cells: list[Cell]) -> list[dict[str, Any]]:
-    """Of every cell: bytes by kind, gradient layouts, owners, and bytes of state."""
+    """Of every cell: bytes by kind, a hash of owners and slices, and bytes of state."""
     return [_measure_cell(rank, size, item) for item in cells]
 
 
@@ -50,11 +50,9 @@ def _measure_cell(rank: int, size: int, item: Cell) -> dict[str, Any]:
     for step in range(STEPS):
         promise_jobs.take_step(engine, rank, step)
     kfac = engine.kfac
-    names = [slot.name for spec in kfac.layers.layers for slot in spec.slots]
     result = {
         "bytes": sent(kfac),
-        "layouts": kfac._host.layouts(names),
-        "owners": tuple(kfac.owners.values()),
+        "program": [partition.program.fingerprint() for partition in kfac._partitions],
         "state": state_bytes(kfac),
     }
     engine.destroy()

@@ -58,7 +58,7 @@ def test_bytes_owners_and_memory_are_those_of_real_engines(size: int, tmp_path: 
         result, totals = plan_jobs.planned(item, size, tmp_path)
         for rank in range(size):
             real = found[rank][index]
-            assert real["owners"] == result.program.exchange.owners, item
+            assert real["program"] == [result.program.fingerprint()], item
             assert real["bytes"] == totals[rank], item
             assert real["state"] == result.memory[rank].state, item
 
