@@ -90,6 +90,8 @@ class KFACConfig(BaseModel):
         factor_token_fraction: Share of the rows that statistics are computed from.
         factor_micro_batches: Which micro-batches of a step contribute statistics.
         skip_layers: Patterns (names, globs, class names) left to the base optimizer.
+        plain_layers: Patterns of subclasses of nn.Linear and nn.Conv2d whose own forward does
+            nothing but what that of their base does.
         fused_parts: Patterns of layers whose rows hold several matrices, and how many.
         strict_layers: Refuse models with matrix layers that are not supported.
         background_inverse: Decompose beside training and swap in at a fixed step.
@@ -140,6 +142,7 @@ class KFACConfig(BaseModel):
     skip_layers: Annotated[tuple[StrictStr, ...], _expected("a list of patterns (strings)")] = (
         OUTPUT_HEADS
     )
+    plain_layers: Annotated[tuple[StrictStr, ...], _expected("a list of patterns (strings)")] = ()
     fused_parts: Annotated[
         dict[StrictStr, Annotated[StrictInt, Field(ge=1)]],
         _expected("an object of patterns and whole numbers >= 1"),

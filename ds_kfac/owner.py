@@ -97,8 +97,9 @@ class Owner:
             self._unseen |= names
             logger.warning(
                 "KFAC-W113 %d layers have gradients but no statistics, so that there is nothing to "
-                "precondition them with: %s. Are they called in eval mode, or are their weights "
-                "used without calling them?",
+                "precondition them with: %s. Are they called in eval mode, are their weights used "
+                "without calling them, or has torch.compile run the model before K-FAC was "
+                "attached?",
                 len(names),
                 ", ".join(sorted(names)[:20]) + (", ..." if len(names) > 20 else ""),
             )

@@ -103,6 +103,7 @@ class KFAC(Stateful):
             output_scale=host.output_scale,
             gradients_stay=host.gradients_stay_in_parameters(),
         )
+        self._session.detach = self.detach
         self._handles += watch_experts(host.model, masks, wanted=lambda: self._session.active)
         self._begin_step()
         if self._work.rank == 0 and (self._model.rank == 0 or parts.is_stage):

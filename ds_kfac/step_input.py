@@ -68,13 +68,13 @@ def read(
     Raises:
         CoverageError: A layer has been unfrozen since attach, and the optimizer trains it (E130).
     """
-    pending = session.drain()
     gradients = host.gradients()
     if host.gradients_stay_in_parameters():
-        # Statistics of a gradient that was thrown away (model.zero_grad() after a bad batch).
-        lost = [n for n in pending if session.specs[n].weight.name not in gradients.views]
-        for name in lost:
-            del pending[name]
+        _warn_of_foreign_gradients(session, gradients.views)
+        pending = session.drain_for(gradients.views)
+    else:
+        pending = session.drain()
+    _warn_of_evaluation(host, session, pending, gradients)
     unfrozen = {weight: frozen[weight] for weight in frozen if weight in gradients.views}
     rates = host.learning_rates() if wants_rates or unfrozen else {}
     _refuse_unfrozen(unfrozen, rates)
@@ -89,6 +89,34 @@ def read(
         clip_threshold=host.clip_threshold(),
         learning_rates=rates,
     )
+
+
+def _warn_of_foreign_gradients(session: CaptureSession, views: Mapping[str, Tensor]) -> None:
+    """Say once that gradients come from elsewhere than the statistics."""
+    weights = {name: spec.weight.name for name, spec in session.specs.items()}
+    if not session.dropped or not any(
+        session.marks.is_replaced(name, views[weight])
+        for name, weight in weights.items()
+        if weight in views
+    ):
+        return
+    session.warn_once(
+        "KFAC-W115 gradients were put in place of those that backward() has left, and statistics "
+        "of passes before zero_grad() were thrown away with their gradients. If you set gradients "
+        "aside and combine them, statistics are those of the last pass alone: use backward() "
+        "without zero_grad() in between"
+    )
+
+
+def _warn_of_evaluation(
+    host: Host, session: CaptureSession, pending: Mapping[str, Pending], gradients: Gradients
+) -> None:
+    """Say once that a rank trains in eval mode, whose calls are taken for evaluation."""
+    if session.active and not pending and gradients.views and not host.model.training:
+        session.warn_once(
+            "KFAC-W116 this rank trains a model in eval mode and takes no statistics from it: "
+            "call model.train(), and eval() of single modules if you want to"
+        )
 
 
 def _norm(gradients: Gradients, device: torch.device) -> Tensor:

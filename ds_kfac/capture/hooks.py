@@ -9,15 +9,16 @@ used: it breaks in-place activations behind the layer (pytorch#61519, singd#56).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from ds_kfac.capture.passes import Reach, current_pass, reach
 from ds_kfac.capture.session import CaptureSession, InputSums
+from ds_kfac.errors import ConfigError
 
 
 def install(
@@ -39,15 +40,58 @@ def install(
 
     Returns:
         Handles; removing them all leaves the model as it was.
+
+    Raises:
+        ConfigError: A layer has K-FAC already (E212).
     """
     modules = dict(model.named_modules())
-    return [
+    _require_free(model, session.specs)
+    handles = [
         modules[name].register_forward_hook(
-            _Observer(_forward_hook(name, modules[name], session, output_scale, gradients_stay)),
+            _Observer(
+                _forward_hook(name, modules[name], session, output_scale, gradients_stay), session
+            ),
             with_kwargs=True,
         )
         for name in session.specs
     ]
+    if gradients_stay:
+        handles += [_mark_gradients(name, modules[name], session) for name in session.specs]
+    return handles
+
+
+def sessions(model: nn.Module) -> list[CaptureSession]:
+    """Sessions whose hooks are on modules of a model."""
+    found = {
+        id(hook.session): hook.session
+        for module in model.modules()
+        for hook in module._forward_hooks.values()
+        if isinstance(hook, _Observer) and hook.session is not None
+    }
+    return list(found.values())
+
+
+def _require_free(model: nn.Module, names: Collection[str]) -> None:
+    for session in sessions(model):
+        taken = next((name for name in names if name in session.specs), None)
+        if taken is not None:
+            raise ConfigError(
+                "E212",
+                f"layer {taken} has K-FAC already, through another optimizer: call detach() of "
+                "that preconditioner first",
+            )
+
+
+def _mark_gradients(name: str, module: nn.Module, session: CaptureSession) -> RemovableHandle:
+    weight = _weight(module)
+    assert weight is not None  # layers without one are left out
+
+    def mark(param: Tensor) -> None:
+        if session.active and param.grad is not None:
+            session.marks.set(name, param.grad)
+
+    handle: RemovableHandle = weight.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
+    return handle
 
 
 class _Observer:
@@ -58,10 +102,16 @@ class _Observer:
 
     Args:
         hook: The hook, None for one that does nothing.
+        session: Where it brings statistics.
     """
 
-    def __init__(self, hook: Callable[..., Tensor | None] | None = None) -> None:
+    def __init__(
+        self,
+        hook: Callable[..., Tensor | None] | None = None,
+        session: CaptureSession | None = None,
+    ) -> None:
         self._hook = hook
+        self.session = session
 
     def __call__(self, *args: Any) -> Tensor | None:
         return None if self._hook is None else self._hook(*args)
@@ -144,39 +194,23 @@ def _gradient_hook(
             return
         try:
             weight = _weight(module)
-            if not _ends_in(weight):
+            reached = reach(weight)
+            # Handed out, a gradient gets to the step only where users may put it.
+            handed_out = reached is Reach.HANDS_OUT
+            if reached is Reach.NOTHING or (handed_out and not gradients_stay):
                 return
-            is_lost = gradients_stay and weight is not None and weight.grad is None
-            session.enter_backward(name, _backward_pass(), is_lost=is_lost)
             with torch.no_grad():
+                if not handed_out:
+                    grad = None if weight is None else weight.grad
+                    session.enter_backward(name, current_pass(), grad, stays=gradients_stay)
                 # Tensor ranks exchange rows here: before any work that one of them may fail in.
                 rows = session.gradient_rows(name, module, g.reshape(shape), mask)
-                session.add(name, source(), rows, scale=output_scale())
+                scale = output_scale()
+                session.add(name, source(), rows, scale=scale, handed_out=handed_out)
         except Exception as error:
             session.error = session.error or error
 
     return hook
-
-
-def _ends_in(weight: Tensor | None) -> bool:
-    """Whether the backward pass that is running computes this weight's gradient.
-
-    ``torch.autograd.grad`` for inputs (adversarial examples, gradient penalties) and
-    ``backward(inputs=...)`` pass the layer without. Where torch does not tell, it does.
-    """
-    will_execute = getattr(torch._C, "_will_engine_execute_node", None)
-    if will_execute is None or weight is None or not weight.is_leaf:
-        return True
-    try:
-        return bool(will_execute(get_gradient_edge(weight).node))
-    except RuntimeError:
-        return True
-
-
-def _backward_pass() -> int | None:
-    """Number of the backward pass that is running; None where torch does not tell."""
-    task = getattr(torch._C, "_current_graph_task_id", None)
-    return None if task is None else int(task())
 
 
 def _has_gradient(name: str, module: nn.Module, output: Any) -> bool:

@@ -7,6 +7,7 @@ factors independent of batch size, accumulation and rank count).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_kfac.capture.experts import TokenMasks, keep_tokens
+from ds_kfac.capture.passes import GradientMarks
 from ds_kfac.capture.rows import RowSharing
 from ds_kfac.layers.kinds import KINDS
 from ds_kfac.layers.shards import Shards
@@ -21,6 +23,8 @@ from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.math.moments import add_outer_blocks_
 from ds_kfac.math.packing import pack_upper
 from ds_kfac.plan.program import ReduceItem
+
+logger = logging.getLogger(__name__)
 
 Count = int | Tensor
 """A number of rows; experts count theirs on the device."""
@@ -58,6 +62,17 @@ class Pending:
     def counts(self) -> tuple[Count, Count, Count]:
         """``(rows_used, rows_seen, loss_terms)``."""
         return self.rows_used, self.rows_seen, self.loss_terms
+
+    def keep_if(self, condition: Tensor) -> None:
+        """Empty the sums unless a 0-d bool on the device holds; nobody waits for it."""
+        self.a, self.g = (
+            # A choice, not a product: what is dropped may be NaN.
+            [torch.where(condition, block, torch.zeros_like(block)) for block in blocks]
+            for blocks in (self.a, self.g)
+        )
+        self.rows_used, self.rows_seen, self.loss_terms = (
+            torch.where(condition, count, 0) for count in self.counts()
+        )
 
 
 def packer(
@@ -121,6 +136,11 @@ class CaptureSession:
         error: First exception raised inside a hook, carried to the next vote: raising in
             the backward of one rank would leave the others in a collective.
         saw_half: Some layer has got an fp16 gradient since attach.
+        handed_out: Sums of passes of ``torch.autograd.grad``. They count where no other pass
+            does: users put such gradients into ``param.grad`` themselves.
+        marks: What backward passes have left in ``param.grad``.
+        dropped: Sums were thrown away in this step, with their gradients.
+        detach: Takes the preconditioner that the session works for off the model.
     """
 
     specs: dict[str, LayerSpec]
@@ -134,32 +154,60 @@ class CaptureSession:
     pending: dict[str, Pending] = field(default_factory=dict)
     error: Exception | None = None
     saw_half: bool = False
+    handed_out: dict[str, Pending] = field(default_factory=dict)
+    marks: GradientMarks = field(default_factory=GradientMarks)
+    dropped: bool = False
+    detach: Callable[[], None] | None = None
+    _warned: set[str] = field(default_factory=set)
     _passes: dict[str, int | None] = field(default_factory=dict)
+    _last_pass: int | None = None
 
     def begin(self, *, active: bool, fraction: float, step: int) -> None:
         """Start an optimizer step; what an earlier one left behind is dropped."""
         self.discard()
+        self.handed_out = {}
+        self.dropped = False
         self.active = active
         self.stride = max(1, round(1.0 / fraction))
         self.offset = step % self.stride
 
     def discard(self) -> None:
-        """Forget everything captured in this step."""
+        """Forget what was captured so far in this step; its gradients are thrown away."""
+        self.dropped = self.dropped or bool(self.pending)
         self.pending = {}
 
-    def enter_backward(self, name: str, number: int | None, *, is_lost: bool) -> None:
+    def enter_backward(
+        self, name: str, number: int | None, grad: Tensor | None, *, stays: bool
+    ) -> None:
         """Note that a layer's gradient is being computed.
+
+        If an earlier pass of this step computed one that was thrown away since
+        (``model.zero_grad()`` after a bad batch), its statistics go the same way.
 
         Args:
             name: Layer name.
             number: Tells backward passes apart; None if that is not known.
-            is_lost: The layer has no gradient yet. If an earlier pass of this step gave it one,
-                that was thrown away (``model.zero_grad()`` after a bad batch), and its
-                statistics go the same way.
+            grad: What ``weight.grad`` is by now.
+            stays: Gradients wait there for the step.
         """
-        if is_lost and number is not None and self._passes.get(name, number) != number:
-            self.pending.pop(name, None)
-        self._passes[name] = number
+        is_new = number is not None and self._passes.get(name, number) != number
+        if stays and is_new and name in self.pending:
+            if grad is None:
+                del self.pending[name]
+            else:
+                self._drop_if_cleared(name, grad)
+        self._passes[name] = self._last_pass = number
+
+    def _drop_if_cleared(self, name: str, grad: Tensor) -> None:
+        """Drop a layer's sums where its gradient has been set to zero in place."""
+        if self.marks.is_touched(name, grad):
+            self.pending[name].keep_if(grad.any())
+
+    def warn_once(self, text: str) -> None:
+        """Log a warning, the first time that it is given."""
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s", text)
 
     def take_error(self) -> Exception | None:
         """Hand over the first error of a hook and forget it."""
@@ -168,8 +216,25 @@ class CaptureSession:
 
     def drain(self) -> dict[str, Pending]:
         """Hand over the sums of the step; the session keeps nothing."""
-        pending, self.pending = self.pending, {}
+        pending = self.handed_out | self.pending
+        self.pending, self.handed_out = {}, {}
         return pending
+
+    def drain_for(self, gradients: Mapping[str, Tensor]) -> dict[str, Pending]:
+        """Hand over the sums whose gradients are still there.
+
+        Args:
+            gradients: Flat views of ``param.grad`` by parameter name; absent where there is none.
+        """
+        weights = {name: gradients.get(self.specs[name].weight.name) for name in self.pending}
+        for name, grad in weights.items():
+            if grad is None:
+                del self.pending[name]
+            elif self._passes.get(name) != self._last_pass:
+                # The layer took no part in the last pass, so that no other has looked yet.
+                self._drop_if_cleared(name, grad)
+        pending = self.drain()
+        return {n: sums for n, sums in pending.items() if self.specs[n].weight.name in gradients}
 
     def input_sums(
         self, name: str, module: nn.Module, x: Tensor, mask: Tensor | None = None
@@ -228,7 +293,15 @@ class CaptureSession:
         used = self.sharing.take(rows[self.offset :: self.stride], _cut(spec, "g"))
         return GradientRows(used, terms if self.sharing.counts else 0)
 
-    def add(self, name: str, sums: InputSums, gradients: GradientRows, *, scale: float) -> None:
+    def add(
+        self,
+        name: str,
+        sums: InputSums,
+        gradients: GradientRows,
+        *,
+        scale: float,
+        handed_out: bool = False,
+    ) -> None:
         """Add one call: its input sums and its output gradient, as a pair.
 
         Args:
@@ -237,12 +310,14 @@ class CaptureSession:
             gradients: Result of :meth:`gradient_rows` for the same call.
             scale: Turns the rows into gradients of the global objective: undoes the loss
                 scale and applies the average over ranks.
+            handed_out: The pass gives its gradients to the user.
         """
         spec = self.specs[name]
         rows = gradients.rows
-        pending = self.pending.get(name)
+        kept = self.handed_out if handed_out else self.pending
+        pending = kept.get(name)
         if pending is None:
-            pending = self.pending[name] = Pending.zeros(spec, rows.device, self.dtype)
+            pending = kept[name] = Pending.zeros(spec, rows.device, self.dtype)
             pending.a = sums.blocks
         else:
             torch._foreach_add_(pending.a, sums.blocks)

@@ -119,6 +119,7 @@ def attach_engine(engine: Any, config: KFACConfig) -> KFAC:
     deepspeed_sequence.check_sequence(engine, config)
     deepspeed_moe.check_experts(engine)
     check_base_optimizer(engine.basic_optimizer, config)
+    deepspeed_step.replace_earlier(engine.module)
     host = _host_of(engine)
     own = is_own_optimizer(engine.basic_optimizer)
     if own and engine.global_steps == 0:

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
+from ds_kfac.capture.hooks import sessions
 from ds_kfac.preconditioner import KFAC
 
 if TYPE_CHECKING:
     from ds_kfac.hosts.deepspeed import DeepSpeedHost
+
+
+logger = logging.getLogger(__name__)
+
+
+def replace_earlier(module: nn.Module) -> None:
+    """Take the K-FAC of an earlier engine off the model.
+
+    Trainers build a new engine on the same model for each call of ``train()`` and let go of the
+    old one without destroying it.
+    """
+    for session in sessions(module):
+        logger.warning(
+            "KFAC-W117 the model has K-FAC through an earlier engine (or ds_kfac.attach): it is "
+            "detached there, and the new engine starts with new statistics"
+        )
+        if session.detach is not None:
+            session.detach()
 
 
 def wrap_step(engine: Any, kfac: KFAC, host: DeepSpeedHost) -> None:

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from ds_kfac.config import OUTPUT_HEADS, KFACConfig
 from ds_kfac.errors import CoverageError, nearest
 from ds_kfac.layers.describe import describe, extra_parameters, matches, numel_of, shape_of
-from ds_kfac.layers.kinds import KINDS, LayerKind, kind_of
+from ds_kfac.layers.kinds import KINDS, LayerKind, kind_of, overridden
 from ds_kfac.layers.names import enclosing
 from ds_kfac.layers.shards import TensorCut
 from ds_kfac.layers.spec import FROZEN, LayerSpec, LayerTable, LeftOut
@@ -30,7 +30,8 @@ def discover(
 
     Args:
         model: The bare model; names in the table are its module names.
-        config: ``skip_layers``, ``fused_parts``, ``max_factor_dim`` and ``strict_layers`` count.
+        config: ``skip_layers``, ``plain_layers``, ``fused_parts``, ``max_factor_dim`` and
+            ``strict_layers`` count.
         optimized: Names of the parameters that the base optimizer updates; None for all.
         excluded: Modules that the host keeps out with all their children, by name, and why.
         whole: False for one stage of a pipeline: what it lacks another stage may have, and the
@@ -42,7 +43,7 @@ def discover(
 
     Raises:
         CoverageError: The whole model has nothing to precondition (E132) or no module for a
-            skip pattern (E134), ``strict_layers`` finds unsupported modules (E131), or a lazy
+            pattern (E134), ``strict_layers`` finds unsupported modules (E131), or a lazy
             module has not seen an input yet (E136).
     """
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
@@ -73,7 +74,7 @@ def discover(
         left_out.append(LeftOut(name, type(module).__name__, reason or "", numel))
         if _is_missed(name, module, kind, config, own):
             unsupported.append((name, type(module).__name__))
-    table = LayerTable(tuple(layers), tuple(left_out), _unmatched(model, config.skip_layers))
+    table = LayerTable(tuple(layers), tuple(left_out), _unmatched(model, config))
     _check(table, unsupported if config.strict_layers else [], whole=whole)
     return table
 
@@ -92,7 +93,7 @@ def _is_missed(
 ) -> bool:
     """Whether a module has matrices that nobody asked to leave out."""
     skipped = any(matches(name, module, pattern) for pattern in config.skip_layers)
-    refused = kind is None or kind.refusal(module) is not None
+    refused = kind is None or bool(kind.refusal(module) or _own_forward(name, module, config))
     return refused and not skipped and any(len(shape_of(param)) >= 2 for param in trained)
 
 
@@ -112,7 +113,7 @@ def require_coverage(tables: Sequence[LayerTable]) -> None:
         tables: One or more per stage, the same list on every rank.
 
     Raises:
-        CoverageError: They have not (E132), or a skip pattern matches no module (E134).
+        CoverageError: They have not (E132), or a pattern matches no module (E134).
     """
     _require_matches(tables)
     if any(table.layers for table in tables):
@@ -154,7 +155,18 @@ def _reason_left_out(
     for label, param in (("weight", weight), ("bias", bias)):
         if param is not None and uses[id(param)] > 1:
             return f"{label} is shared with another module"
-    return kind.refusal(module)
+    is_cut = tensor is not None and name in tensor.modules
+    return kind.refusal(module) or (None if is_cut else _own_forward(name, module, config))
+
+
+def _own_forward(name: str, module: nn.Module, config: KFACConfig) -> str | None:
+    base = overridden(module)
+    if base is None or any(matches(name, module, pattern) for pattern in config.plain_layers):
+        return None
+    return (
+        f"{type(module).__name__} has a forward of its own; if that only passes input and weight "
+        f"on to nn.{base}, list it in kfac.plain_layers"
+    )
 
 
 def _attention_projections(model: nn.Module) -> set[int]:
@@ -167,12 +179,14 @@ def _attention_projections(model: nn.Module) -> set[int]:
     }
 
 
-def _unmatched(model: nn.Module, patterns: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Patterns that match no module, each with the closest name."""
+def _unmatched(model: nn.Module, config: KFACConfig) -> tuple[tuple[str, str], ...]:
+    """Patterns that match no module, as messages name them, each with the closest name."""
     named = list(model.named_modules())
     names = [name for name, _ in named]
+    settings = {"skip_layers": config.skip_layers, "plain_layers": config.plain_layers}
     return tuple(
-        (pattern, nearest(pattern, names))
+        (f"{setting} pattern {pattern!r}", nearest(pattern, names))
+        for setting, patterns in settings.items()
         for pattern in patterns
         if pattern not in OUTPUT_HEADS and not any(matches(n, m, pattern) for n, m in named)
     )
@@ -185,8 +199,7 @@ def _require_matches(tables: Sequence[LayerTable]) -> None:
             continue  # some stage has such a module
         raise CoverageError(
             "E134",
-            f"skip_layers pattern {pattern!r} matches no module of the model;"
-            f"{hint or next(filter(None, hints), '')} "
+            f"{pattern} matches no module of the model;{hint or next(filter(None, hints), '')} "
             "Patterns are names, globs, path components or class names",
         )
 

@@ -193,6 +193,30 @@ def kind_of(module: nn.Module) -> LayerKind | None:
     return None
 
 
+_FORWARDS = {nn.Linear: ("forward",), nn.Conv2d: ("forward", "_conv_forward")}
+_PASSING_ON = {("timm.layers.linear", "Linear")}
+"""Classes known to call the plain function with the plain arguments."""
+
+
+def overridden(module: nn.Module) -> str | None:
+    """The class of a module that computes its output in its own way.
+
+    What such a layer does to its input or weight is not known, and statistics of something else
+    than what meets the weight would be wrong in silence.
+
+    Returns:
+        Name of the class whose forward is overridden, None where it is the plain one.
+    """
+    cls = type(module)
+    if (cls.__module__, cls.__qualname__) in _PASSING_ON:
+        return None
+    for base, methods in _FORWARDS.items():
+        if isinstance(module, base):
+            same = all(getattr(cls, name) is getattr(base, name) for name in methods)
+            return None if same else base.__name__
+    return None
+
+
 def _is_hugging_face_conv1d(module: nn.Module) -> bool:
     # By name, so that transformers need not be installed; nn.Conv1d has no `nf`.
     weight = getattr(module, "weight", None)

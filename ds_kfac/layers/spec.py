@@ -110,7 +110,7 @@ class LayerTable:
     Attributes:
         layers: In the order of the model's modules.
         left_out: What stays with the base optimizer.
-        unmatched: ``skip_layers`` patterns that match nothing here, each with a hint.
+        unmatched: Patterns of settings that match nothing here, each with a hint.
     """
 
     layers: tuple[LayerSpec, ...]

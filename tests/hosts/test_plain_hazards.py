@@ -28,7 +28,22 @@ def clear_by_hand(model: nn.Module) -> None:
         param.grad = None
 
 
-CLEARING: list[Callable[[nn.Module], None]] = [clear_model, clear_by_hand]
+def clear_model_in_place(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def clear_by_hand_in_place(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.zero_()
+
+
+CLEARING: list[Callable[[nn.Module], None]] = [
+    clear_model,
+    clear_by_hand,
+    clear_model_in_place,
+    clear_by_hand_in_place,
+]
 
 
 @pytest.mark.parametrize("clear", CLEARING)
@@ -66,14 +81,17 @@ class Sometimes(nn.Module):
         return self.second(x) if both else x
 
 
-def test_a_layer_unused_after_its_gradient_was_thrown_away() -> None:
+@pytest.mark.parametrize("clear", CLEARING)
+def test_a_layer_unused_after_its_gradient_was_thrown_away(
+    clear: Callable[[nn.Module], None],
+) -> None:
     """No later backward passes the layer, so that nothing else would drop its NaN."""
     model = Sometimes()
     optimizer = sgd(model)
     kfac = ds_kfac.attach(model, optimizer, SETTINGS)
     assert kfac is not None
     (model(batch(0), True) * float("nan")).sum().backward()
-    model.zero_grad()
+    clear(model)
     model(batch(1), False).square().mean().backward()
     optimizer.step()
     assert kfac.metrics()["steps"] == 1

@@ -307,7 +307,7 @@ class Odd(nn.Linear):
 def test_in_place_activations_on_any_other_view() -> None:
     model = nn.Sequential(Odd(3, 4, bias=False), nn.ELU(inplace=True)).double()
     x = torch.randn(2, 5, 3, dtype=torch.float64)
-    session, _ = attach(model)
+    session, _ = attach(model, plain_layers=["Odd"])
     loss_of(x)(model).backward()
     sums = session.drain()["0"]
     weight = model[0].weight.detach().requires_grad_()

@@ -106,6 +106,7 @@ SETTINGS: dict[str, dict[str, list[Any]]] = {
     "factor_token_fraction": _scheduled([1e-3, 0.5, 1, 1.0, LINEAR], [0, -0.5, 1.5, 2]),
     "factor_micro_batches": _choice("all"),
     "skip_layers": {"good": [[], ["a", "b.*"]], "bad": ["lm_head", [1], [None], None, 3, {"a": 1}]},
+    "plain_layers": {"good": [[], ["MyLinear"]], "bad": ["MyLinear", [1], [None], None, 3]},
     "fused_parts": {
         "good": [{}, {"*qkv*": 3, "b": 1}],
         "bad": [{"a": 0}, {"a": True}, {"a": "3"}, {"a": 1.0}, {1: 2}, ["a"], "a", None],

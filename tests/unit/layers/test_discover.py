@@ -392,3 +392,44 @@ def test_complex_layers_are_left_out() -> None:
     found = table(nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64), nn.Linear(4, 2)))
     assert [spec.name for spec in found.layers] == ["1"]
     assert "complex64" in reasons(found)["0"]
+
+
+class Padded(nn.Conv2d):
+    """Convolves something else than it is called with."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.pad(x, (1, 1, 1, 1)))
+
+
+class Standardised(nn.Conv2d):
+    """Convolves with something else than its weight."""
+
+    def _conv_forward(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return super()._conv_forward(input, weight - weight.mean(), bias)
+
+
+class Logged(nn.Linear):
+    """Passes everything on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class Renamed(nn.Linear):
+    """Has no forward of its own."""
+
+
+def test_layers_with_a_forward_of_their_own_are_left_out() -> None:
+    """A convolution that pads inside of its forward got the factors of the unpadded input."""
+    model = nn.Sequential(
+        Padded(1, 2, 3), Standardised(2, 2, 3), nn.Flatten(), Logged(8, 2), Renamed(2, 2)
+    )
+    found = table(model)
+    assert [spec.name for spec in found.layers] == ["4"]
+    for name, base in {"0": "Conv2d", "1": "Conv2d", "3": "Linear"}.items():
+        assert f"nn.{base}, list it in kfac.plain_layers" in reasons(found)[name]
+    assert [s.name for s in table(model, plain_layers=["Logged"]).layers] == ["3", "4"]
+    assert "Padded" in refusal("E131", model, strict_layers=True)
+    assert "plain_layers pattern 'Loged'" in refusal("E134", model, plain_layers=["Loged"])
