@@ -137,6 +137,8 @@ def assemble(host: Host, config: KFACConfig, comms: Communicators) -> Assembly:
         CoverageError: A rank's model has nothing to precondition; on every rank.
         DistributedError: Ranks disagree on layers, settings or program (E203).
     """
+    if config.factor_micro_batches == "last":
+        together(comms.model, host.micro_batch_is_last)  # raises if the host cannot tell
     tensor = _tensor_cut(host, config, comms)
     layers = _discover(host, config, comms.model, tensor)
     agree(comms.model, "the kfac configuration", config.model_dump_json())

@@ -228,7 +228,6 @@ class KFACConfig(BaseModel):
         unavailable = {
             "strategy": (self.strategy in ("communication", "hybrid"), "'zero_aligned', 'memory'"),
             "background_inverse": (self.background_inverse, "false"),
-            "factor_micro_batches": (self.factor_micro_batches == "last", "'all'"),
         }
         bad = [
             f"{name}={getattr(self, name)!r} is not available in this version (use {instead})"

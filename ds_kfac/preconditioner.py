@@ -104,6 +104,8 @@ class KFAC(Stateful):
             gradients_stay=host.gradients_stay_in_parameters(),
         )
         self._session.detach = self.detach
+        if config.factor_micro_batches == "last":
+            self._session.skips_rows = lambda: not host.micro_batch_is_last()
         self._handles += watch_experts(host.model, masks, wanted=lambda: self._session.active)
         self._begin_step()
         if self._work.rank == 0 and (self._model.rank == 0 or parts.is_stage):

@@ -141,7 +141,8 @@ def _forward_hook(
             x: Tensor = args[0] if args else kwargs["input" if "input" in kwargs else "x"]
             with torch.no_grad():
                 mask = session.masks.of(name)
-                source = _keep_or_reduce(name, session, module, x, mask)
+                skips = session.skips_rows is not None and session.skips_rows()
+                source = None if skips else _keep_or_reduce(name, session, module, x, mask)
             replacement, target = _hookable(output)
             gradient_hook = _gradient_hook(
                 name, session, module, source, output_scale, output.shape, gradients_stay, mask
@@ -183,7 +184,7 @@ def _gradient_hook(
     name: str,
     session: CaptureSession,
     module: nn.Module,
-    source: Callable[[], InputSums],
+    source: Callable[[], InputSums] | None,
     output_scale: Callable[[], float],
     shape: torch.Size,
     gradients_stay: bool,
@@ -203,6 +204,9 @@ def _gradient_hook(
                 if not handed_out:
                     grad = None if weight is None else weight.grad
                     session.enter_backward(name, current_pass(), grad, stays=gradients_stay)
+                if source is None:
+                    session.count(name, shape, mask)
+                    return
                 # Tensor ranks exchange rows here: before any work that one of them may fail in.
                 rows = session.gradient_rows(name, module, g.reshape(shape), mask)
                 scale = output_scale()

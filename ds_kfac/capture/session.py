@@ -140,6 +140,9 @@ class CaptureSession:
             does: users put such gradients into ``param.grad`` themselves.
         marks: What backward passes have left in ``param.grad``.
         dropped: Sums were thrown away in this step, with their gradients.
+        skips_rows: Asked at each call: whether it belongs to a micro-batch whose rows are counted
+            only.
+        unused: Rows and loss terms of calls in micro-batches whose rows are not used, by layer.
         detach: Takes the preconditioner that the session works for off the model.
     """
 
@@ -157,6 +160,8 @@ class CaptureSession:
     handed_out: dict[str, Pending] = field(default_factory=dict)
     marks: GradientMarks = field(default_factory=GradientMarks)
     dropped: bool = False
+    skips_rows: Callable[[], bool] | None = None
+    unused: dict[str, tuple[Count, Count]] = field(default_factory=dict)
     detach: Callable[[], None] | None = None
     _warned: set[str] = field(default_factory=set)
     _passes: dict[str, int | None] = field(default_factory=dict)
@@ -166,6 +171,7 @@ class CaptureSession:
         """Start an optimizer step; what an earlier one left behind is dropped."""
         self.discard()
         self.handed_out = {}
+        self.unused = {}
         self.dropped = False
         self.active = active
         self.stride = max(1, round(1.0 / fraction))
@@ -174,7 +180,7 @@ class CaptureSession:
     def discard(self) -> None:
         """Forget what was captured so far in this step; its gradients are thrown away."""
         self.dropped = self.dropped or bool(self.pending)
-        self.pending = {}
+        self.pending, self.unused = {}, {}
 
     def enter_backward(
         self, name: str, number: int | None, grad: Tensor | None, *, stays: bool
@@ -191,17 +197,27 @@ class CaptureSession:
             stays: Gradients wait there for the step.
         """
         is_new = number is not None and self._passes.get(name, number) != number
-        if stays and is_new and name in self.pending:
+        if stays and is_new:
             if grad is None:
-                del self.pending[name]
+                self._forget(name)
             else:
                 self._drop_if_cleared(name, grad)
         self._passes[name] = self._last_pass = number
 
     def _drop_if_cleared(self, name: str, grad: Tensor) -> None:
         """Drop a layer's sums where its gradient has been set to zero in place."""
-        if self.marks.is_touched(name, grad):
-            self.pending[name].keep_if(grad.any())
+        if not self.marks.is_touched(name, grad):
+            return
+        kept = grad.any()
+        if name in self.pending:
+            self.pending[name].keep_if(kept)
+        if name in self.unused:
+            rows, terms = (torch.where(kept, count, 0) for count in self.unused[name])
+            self.unused[name] = rows, terms
+
+    def _forget(self, name: str) -> None:
+        self.pending.pop(name, None)
+        self.unused.pop(name, None)
 
     def warn_once(self, text: str) -> None:
         """Log a warning, the first time that it is given."""
@@ -217,7 +233,11 @@ class CaptureSession:
     def drain(self) -> dict[str, Pending]:
         """Hand over the sums of the step; the session keeps nothing."""
         pending = self.handed_out | self.pending
-        self.pending, self.handed_out = {}, {}
+        for name, sums in pending.items():
+            seen, terms = self.unused.get(name, (0, 0))
+            sums.rows_seen = sums.rows_seen + seen
+            sums.loss_terms = sums.loss_terms + terms
+        self.pending, self.handed_out, self.unused = {}, {}, {}
         return pending
 
     def drain_for(self, gradients: Mapping[str, Tensor]) -> dict[str, Pending]:
@@ -229,7 +249,7 @@ class CaptureSession:
         weights = {name: gradients.get(self.specs[name].weight.name) for name in self.pending}
         for name, grad in weights.items():
             if grad is None:
-                del self.pending[name]
+                self._forget(name)
             elif self._passes.get(name) != self._last_pass:
                 # The layer took no part in the last pass, so that no other has looked yet.
                 self._drop_if_cleared(name, grad)
@@ -328,6 +348,26 @@ class CaptureSession:
         pending.rows_used = pending.rows_used + sums.rows_used
         pending.rows_seen = pending.rows_seen + sums.rows_seen
         pending.loss_terms = pending.loss_terms + gradients.loss_terms
+
+    def count(self, name: str, shape: torch.Size, mask: Tensor | None = None) -> None:
+        """Add a call whose rows are not used: those that are stand for it.
+
+        Args:
+            name: Layer name.
+            shape: Of the call's output.
+            mask: Rows that count, bool ``[T]``; None for all.
+        """
+        if not self.sharing.counts:
+            return
+        spec = self.specs[name]
+        rows: Count
+        terms: Count
+        if mask is None:
+            rows, terms = KINDS[spec.kind].counts(shape, self.weight_sharing)
+        else:
+            rows = terms = mask.sum()
+        seen, counted = self.unused.get(name, (0, 0))
+        self.unused[name] = seen + rows, counted + terms
 
     def _weight_sharing(self, mask: Tensor | None) -> str:
         """Slots of an expert are no sequence: each token is a row of its own."""

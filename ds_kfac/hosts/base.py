@@ -145,6 +145,14 @@ class Host(Protocol):
         """Whether gradients wait in ``param.grad`` for the step: gone from there, they are lost."""
         ...
 
+    def micro_batch_is_last(self) -> bool:
+        """Whether the micro-batch at work is the last one before the step.
+
+        Raises:
+            UnsupportedError: The host cannot know (E155); asked once at attach.
+        """
+        ...
+
     def clip_threshold(self) -> float:
         """Norm to which the raw gradient is clipped; 0 leaves it as it is."""
         ...

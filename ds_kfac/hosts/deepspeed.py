@@ -17,7 +17,7 @@ from ds_kfac.comm.communicator import Communicator
 from ds_kfac.comm.ledger import Ledger
 from ds_kfac.comm.vote import raise_everywhere
 from ds_kfac.config import KFACConfig
-from ds_kfac.errors import ConfigError
+from ds_kfac.errors import ConfigError, UnsupportedError
 from ds_kfac.hosts import (
     deepspeed_checkpoint,
     deepspeed_config,
@@ -194,6 +194,10 @@ class DeepSpeedHost:
         """Without ZeRO."""
         return self._storage.in_parameters
 
+    def micro_batch_is_last(self) -> bool:
+        """At the engine's accumulation boundary."""
+        return bool(self._engine.is_gradient_accumulation_boundary())
+
     def clip_threshold(self) -> float:
         """The JSON's ``gradient_clipping``."""
         return float(self._engine.gradient_clipping() or 0.0)
@@ -266,6 +270,14 @@ class PipelineHost(DeepSpeedHost):
     def excluded(self) -> Mapping[str, str]:
         """Tied modules."""
         return deepspeed_pipe.tied_modules(self.model) or {}
+
+    def micro_batch_is_last(self) -> bool:
+        """Several micro-batches are under way at once."""
+        raise UnsupportedError(
+            "E155",
+            "factor_micro_batches='last' is not available in pipelines, where micro-batches "
+            "overlap: use 'all' with a smaller factor_token_fraction",
+        )
 
     def gradients(self) -> Gradients:
         """As the engine stores them, and what of them counts in the model's norm."""

@@ -146,6 +146,17 @@ class PlainHost:
             )
         self._stored_scale = 1.0 if scale is None else float(scale)
 
+    def micro_batch_is_last(self) -> bool:
+        """DDP is told so, by leaving out ``no_sync()``; other loops tell nobody."""
+        if self._wrapper is None:
+            raise UnsupportedError(
+                "E155",
+                "factor_micro_batches='last' needs to know which micro-batch is the last: use "
+                "DistributedDataParallel with no_sync() for the others, a DeepSpeed engine, or "
+                "'all' with a smaller factor_token_fraction",
+            )
+        return bool(self._wrapper.require_backward_grad_sync)
+
     def clip_threshold(self) -> float:
         """Whoever clips does it before the optimizer steps."""
         return 0.0

@@ -48,6 +48,10 @@ class LayerKind(Protocol):
         """Loss terms that this call's output gradient of ``rows`` rows stands for."""
         ...
 
+    def counts(self, shape: torch.Size, sharing: str) -> tuple[int, int]:
+        """Rows and loss terms of a call, from the shape of its output alone."""
+        ...
+
     def to_matrix(self, weight: Tensor) -> Tensor:
         """Weight-shaped tensor as ``[d_out, d_in]``."""
         ...
@@ -89,6 +93,11 @@ class LinearKind:
     def loss_terms(self, g: Tensor, rows: int, sharing: str) -> int:
         """One loss term per row."""
         return rows
+
+    def counts(self, shape: torch.Size, sharing: str) -> tuple[int, int]:
+        """Positions, or examples where positions are reduced; one loss term each."""
+        rows = shape[0] if sharing == "reduce" and len(shape) > 2 else math.prod(shape[:-1])
+        return rows, rows
 
     def to_matrix(self, weight: Tensor) -> Tensor:
         """Already ``[out, in]``."""
@@ -168,6 +177,12 @@ class Conv2dKind:
     def loss_terms(self, g: Tensor, rows: int, sharing: str) -> int:
         """One loss term per example."""
         return g.shape[0] if g.ndim == 4 else 1
+
+    def counts(self, shape: torch.Size, sharing: str) -> tuple[int, int]:
+        """Positions, or examples where positions are reduced; one loss term per example."""
+        examples = shape[0] if len(shape) == 4 else 1
+        positions = 1 if sharing == "reduce" else shape[-2] * shape[-1]
+        return examples * positions, examples
 
     def to_matrix(self, weight: Tensor) -> Tensor:
         """Flatten ``[out, in, kh, kw]`` to ``[out, in * kh * kw]``."""

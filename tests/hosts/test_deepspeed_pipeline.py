@@ -310,6 +310,13 @@ def test_coverage_is_judged_over_all_stages(world: Any) -> None:
         assert "did you mean '5.linear'?" in message
 
 
+def test_last_micro_batch_is_no_notion_of_pipelines(world: Any) -> None:
+    cells = [Cell("holes", 2, 0, {**NATURAL, "factor_micro_batches": "last"})]
+    first, second = world(2).run(jobs.refuse, cells, compare_collectives=False, isolated=True)
+    assert first == second
+    assert first[0].startswith("KFAC-E155 factor_micro_batches='last' is not available in pipe")
+
+
 def test_pipeline_with_tensor_slicing_is_refused() -> None:
     grid = type("Grid", (), {"model_parallel_size": 2})()
     engine = type("PipelineEngine", (), {"grid": grid})()

@@ -104,7 +104,7 @@ SETTINGS: dict[str, dict[str, list[Any]]] = {
     },
     "weight_sharing": _choice("expand", "reduce"),
     "factor_token_fraction": _scheduled([1e-3, 0.5, 1, 1.0, LINEAR], [0, -0.5, 1.5, 2]),
-    "factor_micro_batches": _choice("all"),
+    "factor_micro_batches": _choice("all", "last"),
     "skip_layers": {"good": [[], ["a", "b.*"]], "bad": ["lm_head", [1], [None], None, 3, {"a": 1}]},
     "plain_layers": {"good": [[], ["MyLinear"]], "bad": ["MyLinear", [1], [None], None, 3]},
     "fused_parts": {
@@ -123,7 +123,6 @@ SETTINGS: dict[str, dict[str, list[Any]]] = {
 UNAVAILABLE: dict[str, list[Any]] = {
     "strategy": ["communication", "hybrid"],
     "background_inverse": [True],
-    "factor_micro_batches": ["last"],
 }
 
 
