@@ -94,7 +94,8 @@ class KFACConfig(BaseModel):
             nothing but what that of their base does.
         fused_parts: Patterns of layers whose rows hold several matrices, and how many.
         strict_layers: Refuse models with matrix layers that are not supported.
-        background_inverse: Decompose beside training and swap in at a fixed step.
+        background_inverse: Decompose on a thread beside training; the new bases are used half
+            an interval later.
         inverse_device: ``cpu`` decomposes on the host processor.
         max_failures: Consecutive failed decompositions of a block before all ranks stop.
         on_nonfinite: ``skip`` drops a step with NaN or Inf everywhere; ``raise`` stops.
@@ -227,7 +228,6 @@ class KFACConfig(BaseModel):
     def _refuse_unavailable(self) -> None:
         unavailable = {
             "strategy": (self.strategy in ("communication", "hybrid"), "'zero_aligned', 'memory'"),
-            "background_inverse": (self.background_inverse, "false"),
         }
         bad = [
             f"{name}={getattr(self, name)!r} is not available in this version (use {instead})"

@@ -4,25 +4,43 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_kfac import schedules
+from ds_kfac.background import Background
 from ds_kfac.config import KFACConfig
 from ds_kfac.direct import DirectionSettings, direction
 from ds_kfac.layers.matrixview import to_flat, to_matrix
 from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.plan.program import ReduceItem
-from ds_kfac.refresh import RefreshSettings, fold, refresh
+from ds_kfac.refresh import (
+    RefreshSettings,
+    Snapshot,
+    decompose,
+    fold,
+    raise_if_hopeless,
+    refresh,
+    take_upcoming,
+)
 from ds_kfac.restore import Needs, has_foreign_bases, signature
-from ds_kfac.state import LayerState
+from ds_kfac.state import LayerState, NextBases
 
 logger = logging.getLogger(__name__)
 
 OWN_MOMENTUM = ("orthogonal", "eigen_adam")
 DEFAULT_MOMENTUM = 0.95
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """Bases that are being computed: the step whose factors they are of, and their layers."""
+
+    step: int
+    states: list[LayerState]
 
 
 class Owner:
@@ -56,6 +74,8 @@ class Owner:
         self._device = device
         self._dtype = dtype
         self._unseen: set[str] = set()
+        self._background: Background[list[NextBases]] = Background(device)
+        self._begun: _Begun | None = None
 
     def fold(self, sums: Iterable[tuple[ReduceItem, Tensor]], *, step: int) -> None:
         """Add reduced sums to the averages."""
@@ -63,7 +83,9 @@ class Owner:
         fold(self.states, sums, decay=decay, step=step)
 
     def refresh(self, *, step: int) -> int:
-        """Recompute all bases.
+        """Recompute all bases, or with ``background_inverse`` begin to.
+
+        A layer that has no basis yet does not wait: its gradients would be used as they are.
 
         Returns:
             Blocks decomposed.
@@ -72,7 +94,67 @@ class Owner:
             NumericalError: A block failed too often in a row (E110).
         """
         self._warn_of_missing_statistics()
-        return refresh(list(self.states.values()), self._refresh_settings(step), step=step)
+        settings = self._refresh_settings(step)
+        states = list(self.states.values())
+        if not self._config.background_inverse:
+            return refresh(states, settings, step=step)
+        later = [state for state in states if state.has_all_bases]
+        now = [state for state in states if not state.has_all_bases]
+        if later:
+            snapshots = [Snapshot.of(state) for state in later]
+            self._background.start(
+                lambda pause: decompose(snapshots, settings, step=step, pause=pause)
+            )
+            self._begun = _Begun(step, later)
+        blocks = sum(len(state.spec.block_sizes) for state in later)
+        return blocks + refresh(now, settings, step=step)
+
+    def finish(self, *, step: int | None = None) -> None:
+        """Wait for bases that are computed beside training.
+
+        Args:
+            step: Only if they are to be used in this step; None for a save.
+
+        Raises:
+            Exception: What went wrong there; the last good bases stay.
+        """
+        begun = self._begun
+        if begun is None or (step is not None and not self._is_time(begun.step, step)):
+            return
+        self._begun = None
+        for state, found in zip(begun.states, self._background.finish(), strict=True):
+            self._background.keep(found.tensors())
+            state.upcoming = found
+
+    def swap(self, *, step: int) -> None:
+        """Take bases into use that were computed beside training, at the step that is theirs.
+
+        Raises:
+            NumericalError: A block failed too often in a row (E110).
+        """
+        waiting = [state for state in self.states.values() if state.upcoming is not None]
+        due = [s for s in waiting if s.upcoming and self._is_time(s.upcoming.step, step)]
+        take_upcoming(due)
+        raise_if_hopeless(due, self._config.max_failures)
+
+    def adopt(self, states: Mapping[int, LayerState]) -> None:
+        """Put states in place of the present ones; what is computed for these is dropped."""
+        self.close()
+        self.states.update(states)
+
+    def close(self) -> None:
+        """Stop what runs beside training."""
+        self._background.cancel()
+        self._begun = None
+
+    def _is_time(self, begun: int, step: int) -> bool:
+        """Whether bases begun at a step are to be used: after half of the interval.
+
+        A function of steps alone, so that runs repeat however long it takes, and ranks agree.
+        """
+        interval = self._config.inv_update_steps
+        half = (schedules.interval_at(interval, begun) + 1) // 2
+        return step >= begun + half or (step > begun and schedules.is_due(interval, step))
 
     def _refresh_settings(self, step: int) -> RefreshSettings:
         return RefreshSettings(
@@ -182,8 +264,7 @@ class Owner:
         same = settings is None or dict(settings) == signature(self._config)
         foreign = [s for s in states.values() if has_foreign_bases(s, needs, same_damping=same)]
         for state in foreign:
-            for _, side in state.sides():
-                side.bases = [None] * len(side.blocks)
+            state.forget_bases()
         if foreign:
             logger.warning(
                 "KFAC-W302 %d layers were saved with bases of another kind: they are recomputed "
@@ -191,6 +272,8 @@ class Owner:
                 len(foreign),
             )
             refresh(foreign, self._refresh_settings(step), step=step)
+        if not self._config.background_inverse:
+            take_upcoming(states.values())  # saved in a run that had more to come
         return states
 
     def blank(self) -> dict[int, LayerState]:

@@ -98,6 +98,14 @@ class Partition:
             like=torch.empty(0, device=self._device, dtype=self._dtype),
         )
 
+    def await_bases(self, number: int | None = None) -> None:
+        """Wait for bases that are computed beside training; what went wrong there is kept.
+
+        Args:
+            number: Only if they are to be used in this step.
+        """
+        self._guard.run(lambda: self.owner.finish(step=number))
+
     def update_curvature(self, pack: Callable[[ReduceItem, Tensor], None], number: int) -> int:
         """Fold statistics and recompute bases, where the step calls for it. A collective.
 
@@ -117,6 +125,7 @@ class Partition:
                 device=self._device,
             )
             self._guard.run(lambda: self.owner.fold(sums, step=number))
+        self._guard.run(lambda: self.owner.swap(step=number))
         if not schedules.is_due(self._config.inv_update_steps, number):
             return 0
         return self._guard.run(lambda: self.owner.refresh(step=number)) or 0

@@ -2,12 +2,13 @@
 
 One optimizer step, seen from here (collectives in brackets):
 
-1. vote on health: a bad step is dropped on every rank, a pending error raised on every
+1. bases computed beside training are waited for in the step that takes them into use; vote on
+   health: a bad step is dropped on every rank, a pending error raised on every
    rank [1 integer all-reduce];
 2. norm of the raw gradient, which the host's clipping threshold refers to
    [1 scalar all-reduce when gradients are sharded];
 3. if statistics are due: packed sums to their owners [1 reduce-scatter per bucket], folded
-   into averages; if due: bases recomputed by their owners;
+   into averages; if due: bases recomputed by their owners, at once or beside training;
 4. gradients to owners [1 all-to-all, or nothing where owners hold them];
 5. directions, scaled by the KL clip of the whole model [1 scalar all-reduce];
 6. directions back [1 all-to-all or all-gather], written where the host keeps its gradients.
@@ -189,6 +190,8 @@ class KFAC(Stateful):
         self._handles = []
         self._session.active = False
         self._session.discard()
+        for partition in self._partitions:
+            partition.owner.close()
         for undo in reversed(self._on_detach):
             undo()
         self._on_detach = []
@@ -213,6 +216,7 @@ class KFAC(Stateful):
             KFACError: Any rank has a pending error; every rank raises the same.
         """
         self._guard.keep(self._session.take_error())
+        self._await_bases(self.counters.steps)
         step = self._guard.run(lambda: self._read(prepare))
         finite = torch.zeros((), device=self._device) if step is None else step.finite
         verdict = health(self._model, finite.bool(), error=self._guard.error is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ds_kfac.errors import NumericalError
 from ds_kfac.math.directions import from_basis, move_second_moment
+from ds_kfac.math.packing import unpack_upper, unpacked_size
 from ds_kfac.math.solvers import damped_inverses, eigen_bases
 from ds_kfac.plan.program import ReduceItem
-from ds_kfac.state import BlockBasis, LayerState, Side
+from ds_kfac.state import BlockBasis, LayerState, NextBases
 
 logger = logging.getLogger(__name__)
 
@@ -46,19 +47,36 @@ class RefreshSettings:
 
 
 @dataclass(frozen=True)
+class Snapshot:
+    """A layer's factors at one step: all that its decomposition needs.
+
+    Attributes:
+        layer: Name of the layer.
+        a: Per block of A its value, packed: a copy, so that folds may go on.
+        g: The same for G.
+    """
+
+    layer: str
+    a: list[Tensor]
+    g: list[Tensor]
+
+    @classmethod
+    def of(cls, state: LayerState) -> Snapshot:
+        """The present factors of a layer."""
+        a, g = ([average.value() for average in side.averages] for _, side in state.sides())
+        return cls(state.spec.name, a, g)
+
+
+@dataclass(frozen=True)
 class _Job:
-    """One block to decompose."""
+    """One block to decompose, and where its basis goes."""
 
-    state: LayerState
-    name: str
-    side: Side
-    index: int
+    packed: Tensor
+    size: int
     shift: Tensor
-    matrix: Tensor
-
-    @property
-    def label(self) -> str:
-        return f"layer {self.state.spec.name}, factor {self.name.upper()}, block {self.index}"
+    result: list[BlockBasis | None]
+    reasons: list[str]
+    index: int
 
 
 def fold(
@@ -116,32 +134,96 @@ def refresh(states: Sequence[LayerState], settings: RefreshSettings, *, step: in
     Raises:
         NumericalError: A block failed more often in a row than tolerated (E110).
     """
-    old = {id(state): (list(state.a.bases), list(state.g.bases)) for state in states}
+    found = decompose((Snapshot.of(state) for state in states), settings, step=step)
+    for state, bases in zip(states, found, strict=True):
+        _take(state, bases)
+    raise_if_hopeless(states, settings.max_failures)
+    return sum(len(bases.a) + len(bases.g) for bases in found)
+
+
+def decompose(
+    snapshots: Iterable[Snapshot],
+    settings: RefreshSettings,
+    *,
+    step: int,
+    pause: Callable[[], None] | None = None,
+) -> list[NextBases]:
+    """Decompose the factors of layers; no state is touched.
+
+    Args:
+        snapshots: Factors of the layers.
+        settings: Numbers in force.
+        step: Applied step whose factors they are.
+        pause: Called between batches; what it raises ends the work. On the processor a batch is
+            then one block: larger ones are no faster there.
+
+    Returns:
+        The new bases of every layer.
+    """
+    results: list[NextBases] = []
     by_size: dict[int, list[_Job]] = defaultdict(list)
-    for state in states:
-        for job in _jobs(state, settings):
-            by_size[job.matrix.shape[0]].append(job)
+    for snapshot in snapshots:
+        results.append(NextBases.none(step, len(snapshot.a), len(snapshot.g)))
+        for job in _jobs(snapshot, results[-1], settings):
+            by_size[job.size].append(job)
     for size, jobs in by_size.items():
         chunk = max(1, BATCH_NUMEL // (size * size))
+        if pause is not None and jobs[0].packed.device.type == "cpu":
+            chunk = 1
         for start in range(0, len(jobs), chunk):
+            if pause is not None:
+                pause()
             _decompose(jobs[start : start + chunk], settings)
+    return results
+
+
+def take_upcoming(states: Iterable[LayerState]) -> None:
+    """Take bases into use that were computed beside training, where there are any."""
     for state in states:
-        state.refreshed_at = step
-        _carry_moments(state, *old[id(state)])
-    _raise_if_hopeless(states, settings.max_failures)
-    return sum(len(jobs) for jobs in by_size.values())
+        if state.upcoming is not None:
+            found, state.upcoming = state.upcoming, None
+            _take(state, found)
 
 
-def _jobs(state: LayerState, settings: RefreshSettings) -> list[_Job]:
-    matrices = {
-        name: [side.block_value(i) for i in range(len(side.blocks))] for name, side in state.sides()
-    }
-    shifts = _shifts(matrices, settings)
+def _take(state: LayerState, found: NextBases) -> None:
+    """Put new bases in place of a layer's present ones, and move its moments along."""
+    old = list(state.a.bases), list(state.g.bases)
+    for name, side in state.sides():
+        bases, reasons = found.of(name)
+        for index, (basis, reason) in enumerate(zip(bases, reasons, strict=True)):
+            if basis is not None:
+                side.bases[index] = basis
+                side.failures[index] = 0
+                continue
+            side.failures[index] += 1
+            logger.warning(
+                "KFAC-W110 layer %s, factor %s, block %d: decomposition failed (%d in a row): %s; "
+                "the last good basis stays",
+                state.spec.name,
+                name.upper(),
+                index,
+                side.failures[index],
+                reason,
+            )
+    state.refreshed_at = found.step
+    _carry_moments(state, *old)
+
+
+def _jobs(snapshot: Snapshot, found: NextBases, settings: RefreshSettings) -> list[_Job]:
+    # Unpacked for its diagonal and again in its batch: all layers unpacked take twice the memory.
+    shifts = _shifts(
+        {"a": [_unpack(f) for f in snapshot.a], "g": [_unpack(f) for f in snapshot.g]}, settings
+    )
     return [
-        _Job(state, name, side, index, shifts[name][index], matrix)
-        for name, side in state.sides()
-        for index, matrix in enumerate(matrices[name])
+        _Job(packed, unpacked_size(packed.numel()), shifts[name][index], *found.of(name), index)
+        for name, factors in (("a", snapshot.a), ("g", snapshot.g))
+        for index, packed in enumerate(factors)
     ]
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    size = unpacked_size(packed.numel())
+    return unpack_upper(packed, packed.new_empty(size, size))
 
 
 def _shifts(
@@ -178,7 +260,7 @@ def _shifts(
 
 
 def _decompose(jobs: Sequence[_Job], settings: RefreshSettings) -> None:
-    factors = torch.stack([job.matrix for job in jobs])
+    factors = torch.stack([_unpack(job.packed) for job in jobs])
     device = factors.device
     shift = torch.stack([job.shift for job in jobs])
     if settings.on_cpu:
@@ -186,16 +268,8 @@ def _decompose(jobs: Sequence[_Job], settings: RefreshSettings) -> None:
     bases, ok, reasons = _solve(factors, shift, settings.solver)
     for job, basis, good, reason in zip(jobs, bases, ok.tolist(), reasons, strict=True):
         if good:
-            job.side.bases[job.index] = _to(basis, device)
-            job.side.failures[job.index] = 0
-            continue
-        job.side.failures[job.index] += 1
-        logger.warning(
-            "KFAC-W110 %s: decomposition failed (%d in a row): %s; the last good basis stays",
-            job.label,
-            job.side.failures[job.index],
-            reason,
-        )
+            job.result[job.index] = _to(basis, device)
+        job.reasons[job.index] = reason
 
 
 def _solve(
@@ -266,7 +340,12 @@ def _rotation(new: BlockBasis, old: BlockBasis | None) -> Tensor:
     return new.vectors.mT @ old.vectors
 
 
-def _raise_if_hopeless(states: Sequence[LayerState], max_failures: int) -> None:
+def raise_if_hopeless(states: Sequence[LayerState], max_failures: int) -> None:
+    """Stop where blocks failed too often.
+
+    Raises:
+        NumericalError: A block failed more often in a row than tolerated (E110).
+    """
     for state in states:
         for name, side in state.sides():
             worst = max(side.failures)

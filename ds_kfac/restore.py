@@ -21,6 +21,7 @@ from ds_kfac.state import (
     IN_EIGENBASIS,
     MOMENTS,
     SCALARS,
+    UPCOMING,
     BlockBasis,
     LayerState,
     momentum_name,
@@ -28,6 +29,7 @@ from ds_kfac.state import (
 
 KNOWN_MOMENTS = ("momentum", "rotated_momentum", "second", "adam_m", "adam_v")
 _EIGEN, _CHOLESKY = {"mean", "vectors", "values"}, {"mean", "inverse"}
+_BASES = ("basis", "next")  # those in use, and those that are to follow
 _LISTED = 20
 _FIX = "resume with the settings it was saved with, or start K-FAC anew (kfac.resume: 'fresh')"
 
@@ -81,8 +83,8 @@ def has_foreign_bases(state: LayerState, needs: Needs, *, same_damping: bool) ->
         needs: What is configured.
         same_damping: Saved with damping of the same kind, which Cholesky inverses contain.
     """
-    for _, side in state.sides():
-        for basis in side.bases:
+    for name, side in state.sides():
+        for basis in (*side.bases, *(state.upcoming.of(name)[0] if state.upcoming else ())):
             if basis is None:
                 continue
             is_inverse = basis.inverse is not None
@@ -148,7 +150,7 @@ def _misfits(spec: LayerSpec, saved: Mapping[str, Any], needs: Needs) -> list[st
 def _misfit(key: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
     found = tuple(getattr(value, "shape", ()))
     name = key.rpartition(".")[2]
-    whole = name in ("fallbacks", "folded_at", "refreshed_at", "failures")
+    whole = name in ("fallbacks", "folded_at", "refreshed_at", "failures", UPCOMING)
     if found != shape:
         yield f"{key} is {found}, expected {shape}"
         return
@@ -172,11 +174,13 @@ def _shapes(spec: LayerSpec) -> tuple[dict[str, tuple[int, ...]], dict[str, tupl
     required: dict[str, tuple[int, ...]] = dict.fromkeys(SCALARS, ())
     matrix = (spec.d_out, spec.columns)
     optional: dict[str, tuple[int, ...]] = {MOMENTS + name: matrix for name in KNOWN_MOMENTS}
+    optional[UPCOMING] = ()
     for prefix, n in _blocks(spec):
         required[prefix + "total"] = (packed_numel(n),)
         required |= {prefix + "weight": (), prefix + "failures": ()}
         shapes = {"mean": (), "vectors": (n, n), "values": (n,), "inverse": (n, n)}
-        optional |= {f"{prefix}basis.{key}": shape for key, shape in shapes.items()}
+        for kind in _BASES:
+            optional |= {f"{prefix}{kind}.{key}": shape for key, shape in shapes.items()}
     return required, optional
 
 
@@ -189,9 +193,12 @@ def _blocks(spec: LayerSpec) -> Iterator[tuple[str, int]]:
 def _basis_misfits(spec: LayerSpec, saved: Mapping[str, Any]) -> Iterator[str]:
     names = [item.name for item in fields(BlockBasis)]
     for prefix, _ in _blocks(spec):
-        parts = {name for name in names if f"{prefix}basis.{name}" in saved}
-        if parts not in (set(), _EIGEN, _CHOLESKY):
-            yield f"{prefix}basis has only {', '.join(sorted(parts))}"
+        for kind in _BASES:
+            parts = {name for name in names if f"{prefix}{kind}.{name}" in saved}
+            if parts not in (set(), _EIGEN, _CHOLESKY):
+                yield f"{prefix}{kind} has only {', '.join(sorted(parts))}"
+            elif parts and kind == "next" and UPCOMING not in saved:
+                yield f"{prefix}next has no {UPCOMING}"
 
 
 def _moment_misfits(saved: Mapping[str, Any], needs: Needs) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -30,6 +30,42 @@ class BlockBasis:
     vectors: Tensor | None = None
     values: Tensor | None = None
     inverse: Tensor | None = None
+
+
+@dataclass
+class NextBases:
+    """New bases of a layer before they take the place of its present ones.
+
+    Attributes:
+        step: Applied step whose factors were decomposed.
+        a: Per block of A its basis; None where the decomposition failed.
+        g: The same for G.
+        a_reasons: Per block of A why it failed, in words; not saved.
+        g_reasons: The same for G.
+    """
+
+    step: int
+    a: list[BlockBasis | None]
+    g: list[BlockBasis | None]
+    a_reasons: list[str]
+    g_reasons: list[str]
+
+    @classmethod
+    def none(cls, step: int, a: int, g: int) -> NextBases:
+        """No bases yet for this many blocks."""
+        return cls(step, [None] * a, [None] * g, [_FORGOTTEN] * a, [_FORGOTTEN] * g)
+
+    def of(self, name: str) -> tuple[list[BlockBasis | None], list[str]]:
+        """Bases and reasons of side ``a`` or ``g``."""
+        return (self.a, self.a_reasons) if name == "a" else (self.g, self.g_reasons)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors of all bases."""
+        for basis in (*self.a, *self.g):
+            for item in fields(BlockBasis) if basis is not None else ():
+                value = getattr(basis, item.name)
+                if value is not None:
+                    yield value
 
 
 @dataclass
@@ -86,6 +122,7 @@ class LayerState:
         folded_at: 0-d int64, applied step of the last fold that saw any rows, -1 before the
             first.
         moments: Direction state by name, each ``[d_out, columns]``.
+        upcoming: Bases that were computed beside training and wait for their step.
     """
 
     spec: LayerSpec
@@ -96,6 +133,7 @@ class LayerState:
     folded_at: Tensor
     refreshed_at: int = -1
     moments: dict[str, Tensor] = field(default_factory=dict)
+    upcoming: NextBases | None = None
 
     @classmethod
     def zeros(cls, spec: LayerSpec, device: torch.device, dtype: torch.dtype) -> LayerState:
@@ -115,6 +153,17 @@ class LayerState:
             self.moments[name] = torch.zeros_like(like, memory_format=torch.contiguous_format)
         return self.moments[name]
 
+    @property
+    def has_all_bases(self) -> bool:
+        """Whether every block has a basis."""
+        return None not in (*self.a.bases, *self.g.bases)
+
+    def forget_bases(self) -> None:
+        """Go on without bases, as before the first refresh."""
+        self.upcoming = None
+        for _, side in self.sides():
+            side.bases = [None] * len(side.blocks)
+
     def sides(self) -> tuple[tuple[str, Side], tuple[str, Side]]:
         """Both factors with their names."""
         return ("a", self.a), ("g", self.g)
@@ -123,16 +172,18 @@ class LayerState:
         """Flat mapping of tensors and numbers; tensors are not copied."""
         result: dict[str, Any] = {name: getattr(self, name) for name in SCALARS}
         result.update({MOMENTS + name: value for name, value in self.moments.items()})
+        upcoming = self.upcoming
+        if upcoming is not None:
+            result[UPCOMING] = upcoming.step
         for name, side in self.sides():
             for index, (average, basis) in enumerate(zip(side.averages, side.bases, strict=True)):
                 prefix = f"{name}.{index}."
                 result[prefix + "total"] = average.total
                 result[prefix + "weight"] = average.weight
                 result[prefix + "failures"] = side.failures[index]
-                for item in fields(BlockBasis) if basis is not None else ():
-                    value = getattr(basis, item.name)
-                    if value is not None:
-                        result[f"{prefix}basis.{item.name}"] = value
+                result |= _entries(f"{prefix}basis.", basis)
+                if upcoming is not None:
+                    result |= _entries(f"{prefix}next.", upcoming.of(name)[0][index])
         return result
 
     @classmethod
@@ -153,6 +204,10 @@ class LayerState:
             tensor = torch.as_tensor(value)
             return tensor.to(device, like, copy=True, memory_format=torch.contiguous_format)
 
+        upcoming = None
+        if UPCOMING in saved:
+            count = len(spec.a_blocks), len(spec.g_blocks)
+            upcoming = NextBases.none(int(saved[UPCOMING]), *count)
         sides = {}
         for name, blocks in (("a", spec.a_blocks), ("g", spec.g_blocks)):
             prefixes = [f"{name}.{index}." for index in range(len(blocks))]
@@ -160,12 +215,9 @@ class LayerState:
                 WeightedAverage(own(saved[p + "total"]), own(saved[p + "weight"], torch.float64))
                 for p in prefixes
             ]
-            bases: list[BlockBasis | None] = []
-            for prefix in prefixes:
-                names = [item.name for item in fields(BlockBasis)]
-                parts = {n: saved.get(f"{prefix}basis.{n}") for n in names}
-                found = {n: own(value) for n, value in parts.items() if value is not None}
-                bases.append(BlockBasis(**found) if found else None)
+            bases = [_basis(saved, p + "basis.", own) for p in prefixes]
+            if upcoming is not None:
+                upcoming.of(name)[0][:] = [_basis(saved, p + "next.", own) for p in prefixes]
             failures = [int(saved[p + "failures"]) for p in prefixes]
             sides[name] = Side(blocks, averages, bases, failures)
         moments = {
@@ -182,11 +234,31 @@ class LayerState:
             own(saved["folded_at"], torch.int64),
             int(saved["refreshed_at"]),
             moments,
+            upcoming,
         )
+
+
+def _entries(prefix: str, basis: BlockBasis | None) -> dict[str, Tensor]:
+    """A basis as entries of a saved layer."""
+    if basis is None:
+        return {}
+    parts = {item.name: getattr(basis, item.name) for item in fields(BlockBasis)}
+    return {prefix + name: value for name, value in parts.items() if value is not None}
+
+
+def _basis(
+    saved: Mapping[str, Any], prefix: str, own: Callable[[Any], Tensor]
+) -> BlockBasis | None:
+    """A basis from entries of a saved layer."""
+    names = [item.name for item in fields(BlockBasis) if prefix + item.name in saved]
+    return BlockBasis(**{n: own(saved[prefix + n]) for n in names}) if names else None
 
 
 SCALARS = ("updates", "fallbacks", "folded_at", "refreshed_at")
 MOMENTS = "moments."
+UPCOMING = "next_step"
+"""Entry of a saved layer: the step whose factors its next bases are of, if there are any."""
+_FORGOTTEN = "it failed before the run was resumed"
 IN_EIGENBASIS = ("ekfac", "eigen_adam")
 """Directions whose moments live in the eigenbasis."""
 

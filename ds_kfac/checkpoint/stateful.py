@@ -87,7 +87,11 @@ class Stateful:
     _guard: Guard
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and the state of the layers this rank owns, as plain tensors and numbers."""
+        """Counters and the state of the layers this rank owns, as plain tensors and numbers.
+
+        Waits for bases that are computed beside training: they are part of it.
+        """
+        self._await_bases()
         return {
             "version": STATE_VERSION,
             "counters": dict(vars(self.counters)),
@@ -133,6 +137,7 @@ class Stateful:
             KFACError: A step went wrong on some rank, and what it left must not be saved.
         """
         self._guard.keep(self._session.take_error())
+        self._await_bases()
         raise_everywhere(self._model, self._guard.take())
         layers = self._layer_states()
         self._warn_of_nonfinite(layers)
@@ -211,6 +216,11 @@ class Stateful:
         """A layer as it is named in files, where layers of all ranks meet."""
         return dataclasses.replace(spec, name=self._stored_names[spec.name])
 
+    def _await_bases(self, step: int | None = None) -> None:
+        """Wait for bases that are computed beside training: all, or those for a step."""
+        for partition in self._partitions:
+            partition.await_bases(step)
+
     def _owned(self) -> list[LayerSpec]:
         """Layers that this rank owns."""
         return [state.spec for p in self._partitions for state in p.owner.states.values()]
@@ -252,7 +262,7 @@ class Stateful:
 
     def _adopt(self, staged: Staged) -> None:
         for partition, states in zip(self._partitions, staged.states, strict=True):
-            partition.owner.states.update(states)
+            partition.owner.adopt(states)
         self.counters = staged.counters
         for errors in (self._guard.take, self._session.take_error):
             errors()  # of a step that is forgotten now

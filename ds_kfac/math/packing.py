@@ -17,6 +17,7 @@ The order depends on ``n`` alone, so ranks and checkpoints agree on it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
@@ -41,6 +42,11 @@ class _Group(NamedTuple):
 def packed_numel(n: int) -> int:
     """Returns the number of elements in the upper triangle of an ``n x n`` matrix."""
     return n * (n + 1) // 2
+
+
+def unpacked_size(numel: int) -> int:
+    """Returns ``n`` of the ``n x n`` matrix whose upper triangle has this many elements."""
+    return (math.isqrt(8 * numel + 1) - 1) // 2
 
 
 @torch.no_grad()

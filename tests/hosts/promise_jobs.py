@@ -176,6 +176,8 @@ LOCAL_WORK = (
     "session.drain",
     "exchange._read",
     "owner.fold",
+    "owner.finish",
+    "owner.swap",
     "owner.refresh",
     "owner.directions",
 )

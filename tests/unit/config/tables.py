@@ -112,7 +112,7 @@ SETTINGS: dict[str, dict[str, list[Any]]] = {
         "bad": [{"a": 0}, {"a": True}, {"a": "3"}, {"a": 1.0}, {1: 2}, ["a"], "a", None],
     },
     "strict_layers": _SWITCH,
-    "background_inverse": {"good": [False], "bad": _SWITCH["bad"]},
+    "background_inverse": _SWITCH,
     "inverse_device": _choice("auto", "cpu"),
     "max_failures": {"good": [0, 3], "bad": [-1, 1.0, "3", True, None, [1]]},
     "on_nonfinite": _choice("skip", "raise"),
@@ -122,7 +122,6 @@ SETTINGS: dict[str, dict[str, list[Any]]] = {
 # kl_clip belongs to some directions only; "natural", the default, is one of them.
 UNAVAILABLE: dict[str, list[Any]] = {
     "strategy": ["communication", "hybrid"],
-    "background_inverse": [True],
 }
 
 
