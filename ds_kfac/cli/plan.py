@@ -25,6 +25,7 @@ _MEMORY = {
     "bases": "state: bases",
     "moments": "state: moments",
     "state": "state, total",
+    "background": "beside training: next bases, copies",
     "statistics": "capture: sums",
     "reduction": "capture: reduce buffers",
     "exchange": "exchange buffers",
@@ -175,6 +176,8 @@ def _memory_lines(result: Estimate) -> list[str]:
     rows = [("memory of a rank, MiB", "least", "mean", "most")]
     for name, label in _MEMORY.items():
         values = [getattr(memory, name) / _MIB for memory in result.memory]
+        if name == "background" and not any(values):
+            continue
         mean = sum(values) / len(values)
         rows.append((label, f"{min(values):,.1f}", f"{mean:,.1f}", f"{max(values):,.1f}"))
     return _aligned(rows)

@@ -131,7 +131,12 @@ def estimate(
     ordinary = ordinary_bytes(program, wire)
     per_capture = capture_bytes(program, wire)
     memory = rank_memory(
-        specs, program, wire, solver=solver, moments=moment_count(config, momentum)
+        specs,
+        program,
+        wire,
+        solver=solver,
+        moments=moment_count(config, momentum),
+        background=config.background_inverse,
     )
     stages: dict[str, Stage] = {}
     if machine is not None:

@@ -25,6 +25,8 @@ class RankMemory:
         statistics: Sums of a capture step, of all layers: every rank has them.
         reduction: Buffers that bring these sums to their owners.
         exchange: Gradients and directions on their way, at their peak.
+        background: Next bases of owned layers, and the copies of factors that they are computed
+            from, with ``background_inverse`` from a refresh to the use of its bases.
     """
 
     factors: int = 0
@@ -33,6 +35,7 @@ class RankMemory:
     statistics: int = 0
     reduction: int = 0
     exchange: int = 0
+    background: int = 0
 
     @property
     def state(self) -> int:
@@ -46,8 +49,8 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """State and buffers."""
-        return self.state + self.buffers
+        """State, what is computed beside training, and buffers."""
+        return self.state + self.background + self.buffers
 
 
 def moment_count(config: KFACConfig, momentum: float) -> int:
@@ -80,7 +83,13 @@ def layer_state(spec: LayerSpec, *, solver: str, moments: int, item: int) -> tup
 
 
 def rank_memory(
-    specs: Sequence[LayerSpec], program: Program, wire: Wire, *, solver: str, moments: int
+    specs: Sequence[LayerSpec],
+    program: Program,
+    wire: Wire,
+    *,
+    solver: str,
+    moments: int,
+    background: bool = False,
 ) -> list[RankMemory]:
     """Memory of every rank.
 
@@ -90,15 +99,17 @@ def rank_memory(
         wire: Bytes of elements.
         solver: ``eigen`` or ``cholesky``.
         moments: See :func:`moment_count`.
+        background: Bases are computed beside training.
     """
     exchange, item = program.exchange, wire.compute_bytes
     states = [(0, 0, 0)] * exchange.size
-    sharded, owned = [0] * exchange.size, [0] * exchange.size
+    sharded, owned, copies = ([0] * exchange.size for _ in range(3))
     for layer, (spec, owner) in enumerate(zip(specs, exchange.owners, strict=True)):
         parts = layer_state(spec, solver=solver, moments=moments, item=item)
         before = states[owner]
         states[owner] = before[0] + parts[0], before[1] + parts[1], before[2] + parts[2]
         owned[owner] += spec.numel
+        copies[owner] += sum(packed_numel(n) for n in spec.block_sizes)
         sharded[owner] += 0 if layer in exchange.replicated else spec.numel
     statistics = sum(n * n for spec in specs for n in spec.block_sizes) * item
     reduction = _reduction_numel(program) * item
@@ -109,6 +120,7 @@ def rank_memory(
             statistics,
             reduction,
             _exchange_bytes(part, owned[rank], sharded[rank], gathered, wire),
+            copies[rank] * item + states[rank][1] if background else 0,
         )
         for rank, part in enumerate(moved(exchange))
     ]

@@ -24,13 +24,16 @@ DEPTH, STEPS, INTERVAL = 5, 4, 3
 CAPTURES = -(-STEPS // INTERVAL)
 
 
-def cell(stage: str, direction: str, own: bool, **extra: Any) -> Cell:
+def cell(
+    stage: str, direction: str, own: bool, more: dict[str, Any] | None = None, **extra: Any
+) -> Cell:
     """A way to train with two captures in four steps."""
     kfac = {
         "direction": direction,
         "factor_update_steps": INTERVAL,
         "inv_update_steps": INTERVAL,
         "max_factor_dim": 7,
+        **(more or {}),
     }
     return Cell(stage, kfac, own=own, **extra)
 

@@ -57,6 +57,16 @@ def test_a_layer_by_hand() -> None:
     assert layer_state(spec, solver="cholesky", moments=0, item=4)[1:] == ((10 + 17) * 4, 0)
 
 
+def test_bases_beside_training_by_hand() -> None:
+    spec = make_spec(d_out=4, d_in=3, bias=False)
+    program = build([spec], {"fc.weight": WHOLE}, [1], size=2)
+    wire = Wire(4, 4, 1)
+    plain = rank_memory([spec], program, wire, solver="eigen", moments=0)
+    beside = rank_memory([spec], program, wire, solver="eigen", moments=0, background=True)
+    assert [memory.background for memory in beside] == [0, beside[1].bases + (6 + 10) * 4]
+    assert beside[1].peak == plain[1].peak + beside[1].background
+
+
 @pytest.mark.parametrize(
     ("settings", "momentum", "count"),
     [
