@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from ds_kfac.config_report import explain, known_keys, unknown_key
-from ds_kfac.errors import ConfigError, UnsupportedError
+from ds_kfac.errors import ConfigError
 from ds_kfac.schedules import Number, Scheduled, extremes
 
 Direction = Literal["natural", "ekfac", "eigen_adam", "orthogonal"]
@@ -82,8 +82,10 @@ class KFACConfig(BaseModel):
         grafting: Per-layer length rule: as is, RMS 0.2, or the norm of Adam's update.
         momentum: Average of the raw gradient that is preconditioned in its place.
         betas: Adam's decay rates, of the second moments of ekfac and eigen_adam, and grafting.
-        strategy: Where factors live: with the gradient's holder, or balanced by cost alone.
-        grad_worker_fraction: KAISA's fraction, for strategy ``hybrid``.
+        strategy: Who computes a layer's direction: one rank, its gradient's holder
+            (``zero_aligned``) or chosen by cost (``memory``); all ranks (``communication``) or a
+            share of them (``hybrid``), for gradients that every rank holds.
+        grad_worker_fraction: That share, for ``hybrid``; default 0.5.
         tensor_parallel: ``exact`` (independent of the degree) or ``block``.
         max_factor_dim: Larger factor sides are cut into balanced diagonal blocks.
         weight_sharing: One loss term per position (``expand``) or per sequence (``reduce``).
@@ -167,7 +169,6 @@ class KFACConfig(BaseModel):
 
         Raises:
             ConfigError: One error that lists every unknown key, wrong value and contradiction.
-            UnsupportedError: The value is known but not available in this version.
         """
         problems: list[str] = []
         wrong: set[str] = set()
@@ -182,7 +183,6 @@ class KFACConfig(BaseModel):
             if not wrong <= set(type(self).model_fields):
                 problems.append(known_keys(type(self).model_fields))
             raise ConfigError("E201", "kfac: " + "; ".join(problems))
-        self._refuse_unavailable()
 
     def _contradictions(self) -> list[tuple[tuple[str, ...], str]]:
         """Settings that exclude each other: their keys, and what to do about it."""
@@ -225,18 +225,6 @@ class KFACConfig(BaseModel):
             self.__dict__["kl_clip"] = None
         return problems
 
-    def _refuse_unavailable(self) -> None:
-        unavailable = {
-            "strategy": (self.strategy in ("communication", "hybrid"), "'zero_aligned', 'memory'"),
-        }
-        bad = [
-            f"{name}={getattr(self, name)!r} is not available in this version (use {instead})"
-            for name, (is_bad, instead) in unavailable.items()
-            if is_bad
-        ]
-        if bad:
-            raise UnsupportedError("E150", "kfac: " + "; ".join(bad))
-
     @property
     def uses_kl_clip(self) -> bool:
         """Whether the KL clip applies: only directions without a length rule of their own."""
@@ -260,7 +248,6 @@ class KFACConfig(BaseModel):
 
         Raises:
             ConfigError: The mapping is not a valid configuration.
-            UnsupportedError: A value is not available in this version.
         """
         if isinstance(data, KFACConfig):
             return data
@@ -355,8 +342,6 @@ def split_optimizer_params(params: Mapping[str, Any]) -> tuple[OptimizerConfig, 
         KFACConfig.parse(preconditioner)
     except ConfigError as error:
         problems.append(error.message.removeprefix("kfac: "))
-    except UnsupportedError:
-        pass  # said by whoever parses the settings, once there is nothing else to correct
     if optimizer is None or problems:
         if unknown:
             problems.append(known_keys(known))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +23,16 @@ from ds_kfac.refresh import (
     fold,
     raise_if_hopeless,
     refresh,
+    take_sent,
     take_upcoming,
+)
+from ds_kfac.replicas import (
+    pack_bases,
+    pack_moments,
+    present_bases,
+    unpack_bases,
+    unpack_moments,
+    zeros,
 )
 from ds_kfac.restore import Needs, has_foreign_bases, signature
 from ds_kfac.state import LayerState, NextBases
@@ -35,20 +43,13 @@ OWN_MOMENTUM = ("orthogonal", "eigen_adam")
 DEFAULT_MOMENTUM = 0.95
 
 
-@dataclass(frozen=True)
-class _Begun:
-    """Bases that are being computed: the step whose factors they are of, and their layers."""
-
-    step: int
-    states: list[LayerState]
-
-
 class Owner:
     """The owner's side of a step.
 
     Args:
         specs: All layers.
         owned: Indices of the layers this rank owns.
+        computed: Those whose direction it computes; others may own some of them.
         config: Settings.
         momentum: Decay of the gradient average that is preconditioned.
         device: Compute device.
@@ -60,6 +61,7 @@ class Owner:
         self,
         specs: Sequence[LayerSpec],
         owned: Sequence[int],
+        computed: Sequence[int],
         config: KFACConfig,
         *,
         momentum: float,
@@ -75,17 +77,24 @@ class Owner:
         self._dtype = dtype
         self._unseen: set[str] = set()
         self._background: Background[list[NextBases]] = Background(device)
-        self._begun: _Begun | None = None
+        self._begun: int | None = None
+        self._replicated = {i: specs[i] for i in computed if i not in self.states}
+        self.replicas = zeros(self._replicated, device)
+        self._changed: dict[int, NextBases] = {}
+        self._solver = config.resolved_solver
+        self._like = torch.empty(0, device=device, dtype=dtype)
 
     def fold(self, sums: Iterable[tuple[ReduceItem, Tensor]], *, step: int) -> None:
         """Add reduced sums to the averages."""
         decay = schedules.value_at(self._config.factor_decay, step)
         fold(self.states, sums, decay=decay, step=step)
 
-    def refresh(self, *, step: int) -> int:
-        """Recompute all bases, or with ``background_inverse`` begin to.
+    def refresh(self, *, step: int, at_once: bool = True) -> int:
+        """Recompute all bases.
 
-        A layer that has no basis yet does not wait: its gradients would be used as they are.
+        Args:
+            step: Applied-step counter.
+            at_once: Before this returns; otherwise beside training, see :meth:`finish`.
 
         Returns:
             Blocks decomposed.
@@ -96,18 +105,16 @@ class Owner:
         self._warn_of_missing_statistics()
         settings = self._refresh_settings(step)
         states = list(self.states.values())
-        if not self._config.background_inverse:
-            return refresh(states, settings, step=step)
-        later = [state for state in states if state.has_all_bases]
-        now = [state for state in states if not state.has_all_bases]
-        if later:
-            snapshots = [Snapshot.of(state) for state in later]
+        if at_once:
+            self._changed |= zip(self.states, refresh(states, settings, step=step), strict=True)
+            raise_if_hopeless(states, settings.max_failures)
+        elif states:
+            snapshots = [Snapshot.of(state) for state in states]
             self._background.start(
                 lambda pause: decompose(snapshots, settings, step=step, pause=pause)
             )
-            self._begun = _Begun(step, later)
-        blocks = sum(len(state.spec.block_sizes) for state in later)
-        return blocks + refresh(now, settings, step=step)
+            self._begun = step
+        return sum(len(state.spec.block_sizes) for state in states)
 
     def finish(self, *, step: int | None = None) -> None:
         """Wait for bases that are computed beside training.
@@ -119,10 +126,10 @@ class Owner:
             Exception: What went wrong there; the last good bases stay.
         """
         begun = self._begun
-        if begun is None or (step is not None and not self._is_time(begun.step, step)):
+        if begun is None or (step is not None and not is_time(self._config, begun, step)):
             return
         self._begun = None
-        for state, found in zip(begun.states, self._background.finish(), strict=True):
+        for state, found in zip(self.states.values(), self._background.finish(), strict=True):
             self._background.keep(found.tensors())
             state.upcoming = found
 
@@ -132,29 +139,63 @@ class Owner:
         Raises:
             NumericalError: A block failed too often in a row (E110).
         """
-        waiting = [state for state in self.states.values() if state.upcoming is not None]
-        due = [s for s in waiting if s.upcoming and self._is_time(s.upcoming.step, step)]
-        take_upcoming(due)
-        raise_if_hopeless(due, self._config.max_failures)
+        due = {
+            layer: state
+            for layer, state in self.states.items()
+            if state.upcoming is not None and is_time(self._config, state.upcoming.step, step)
+        }
+        self._changed |= {n: s.upcoming for n, s in due.items() if s.upcoming is not None}
+        take_upcoming(due.values())
+        raise_if_hopeless(list(due.values()), self._config.max_failures)
+
+    @property
+    def begun(self) -> int:
+        """Step of the bases that wait for theirs, -1 if there are none."""
+        waiting = [state.upcoming.step for state in self.states.values() if state.upcoming]
+        return max([-1 if self._begun is None else self._begun, *waiting])
 
     def adopt(self, states: Mapping[int, LayerState]) -> None:
         """Put states in place of the present ones; what is computed for these is dropped."""
         self.close()
         self.states.update(states)
+        self.replicas = zeros(self._replicated, self._device)
+        self._changed = {}
+
+    def changed_bases(self) -> dict[int, Tensor]:
+        """Bases that have changed since the last call, packed, of every owned layer."""
+        changed, self._changed = self._changed, {}
+        return self._packed(changed)
+
+    def all_bases(self) -> dict[int, Tensor]:
+        """Bases in use, packed, of every owned layer."""
+        return self._packed({layer: present_bases(s) for layer, s in self.states.items()})
+
+    def _packed(self, bases: Mapping[int, NextBases]) -> dict[int, Tensor]:
+        return {
+            layer: pack_bases(bases.get(layer), state.spec, self._solver, self._like)
+            for layer, state in self.states.items()
+        }
+
+    def take_sent_bases(self, sent: Mapping[int, Tensor], *, step: int) -> None:
+        """Use bases that their owners have sent for layers whose direction is computed here."""
+        for layer, flat in sent.items():
+            state = self.replicas[layer]
+            take_sent(state, unpack_bases(flat, state.spec, self._solver, step=step))
+
+    def all_moments(self) -> dict[int, Tensor]:
+        """Moments, packed, of every owned layer."""
+        names = self.needs.moments
+        return {layer: pack_moments(s, names, self._like) for layer, s in self.states.items()}
+
+    def take_sent_moments(self, sent: Mapping[int, Tensor]) -> None:
+        """Use moments that their owners have sent."""
+        for layer, flat in sent.items():
+            unpack_moments(flat, self.replicas[layer], self.needs.moments)
 
     def close(self) -> None:
         """Stop what runs beside training."""
         self._background.cancel()
         self._begun = None
-
-    def _is_time(self, begun: int, step: int) -> bool:
-        """Whether bases begun at a step are to be used: after half of the interval.
-
-        A function of steps alone, so that runs repeat however long it takes, and ranks agree.
-        """
-        interval = self._config.inv_update_steps
-        half = (schedules.interval_at(interval, begun) + 1) // 2
-        return step >= begun + half or (step > begun and schedules.is_due(interval, step))
 
     def _refresh_settings(self, step: int) -> RefreshSettings:
         return RefreshSettings(
@@ -195,10 +236,10 @@ class Owner:
         stored_scale: float,
         learning_rates: Mapping[str, float],
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """Directions of all owned layers.
+        """Directions of all layers that are computed here.
 
         Args:
-            gradients: Flat gradient of each owned layer, any float dtype.
+            gradients: Flat gradient of each of these layers, any float dtype.
             step: Applied-step counter.
             scale: Makes the stored gradient the clipped gradient of the objective.
             stored_scale: Given back to the direction: the host will divide by it.
@@ -219,7 +260,7 @@ class Owner:
         wants_change = self._config.uses_kl_clip and self._config.kl_clip is not None
         total = torch.zeros((), device=self._device, dtype=torch.float64)
         results: dict[int, Tensor] = {}
-        for layer, state in self.states.items():
+        for layer, state in (self.states | self.replicas).items():
             spec = state.spec
             g = to_matrix(gradients[layer], spec, dtype=self._dtype)
             if isinstance(scale, Tensor) or scale != 1.0:
@@ -227,7 +268,7 @@ class Owner:
             rates = _rates(spec, learning_rates) if wants_change else None
             d, change = direction(state, g, settings, rates=rates)
             results[layer] = to_flat(d if stored_scale == 1.0 else d * stored_scale, spec)
-            if wants_change and spec.name not in self._uncounted:
+            if wants_change and layer in self.states and spec.name not in self._uncounted:
                 total += change
         return results, total
 
@@ -282,6 +323,21 @@ class Owner:
             index: LayerState.zeros(state.spec, self._device, self._dtype)
             for index, state in self.states.items()
         }
+
+
+def is_time(config: KFACConfig, begun: int, step: int) -> bool:
+    """Whether bases begun at a step are to be used: after half of the interval.
+
+    A function of steps alone, so that runs repeat however long it takes, and ranks agree.
+
+    Args:
+        config: Settings.
+        begun: Applied step whose factors they are of.
+        step: Applied-step counter.
+    """
+    interval = config.inv_update_steps
+    half = (schedules.interval_at(interval, begun) + 1) // 2
+    return step >= begun + half or (step > begun and schedules.is_due(interval, step))
 
 
 def _rates(spec: LayerSpec, learning_rates: Mapping[str, float]) -> tuple[float, float]:

@@ -5,7 +5,7 @@ Most models have one partition. Experts have their own: their parameters live on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,21 +13,24 @@ from torch import Tensor
 
 from ds_kfac import schedules
 from ds_kfac.assembly import Assembly, PartitionPlan
+from ds_kfac.comm.bases import Sharing
 from ds_kfac.comm.guard import Guard
 from ds_kfac.comm.run import GradientExchange, reduce_factors
 from ds_kfac.config import KFACConfig
-from ds_kfac.owner import Owner
+from ds_kfac.owner import Owner, is_time
 from ds_kfac.plan.program import ReduceItem
+from ds_kfac.replicas import moments_numel
+from ds_kfac.state import LayerState
 from ds_kfac.step_input import StepInput
 from ds_kfac.telemetry.factors import gather_factors
 
 
 @dataclass(frozen=True)
 class Directions:
-    """What a rank computed for the layers it owns.
+    """What a rank computed for the layers it owns, and with several workers per layer for more.
 
     Attributes:
-        flats: Flat direction of each owned layer, by index in the partition.
+        flats: Flat direction of each layer that it computes, by index in the partition.
         change: 0-d fp64, this rank's modelled change.
         failed: These are zeros that stand in for what could not be computed.
     """
@@ -71,9 +74,12 @@ class Partition:
             device=assembly.device,
             guard=guard,
         )
+        self._begun: int | None = None
+        self._bases = self._sharing(plan.program.basis_numels, "bases")
         self.owner = Owner(
             plan.layers,
             self.exchange.owned,
+            self.exchange.computed,
             config,
             momentum=momentum,
             device=assembly.device,
@@ -98,6 +104,39 @@ class Partition:
             like=torch.empty(0, device=self._device, dtype=self._dtype),
         )
 
+    def adopt(self, states: Mapping[int, LayerState]) -> None:
+        """Put states in place of those in use, and bring replicas of them to who needs them.
+
+        A collective where there are replicas.
+        """
+        self.owner.adopt(states)
+        self._begun = None
+        if self._bases is None:
+            return
+        self._begun = max(self.communicator.gather_objects(self.owner.begun))
+        owner, number = self.owner, -1
+        sent = self._bases.share(self._guard.run(owner.all_bases) or {})
+        self._guard.run(lambda: owner.take_sent_bases(sent, step=number))
+        names = owner.needs.moments
+        moments = self._sharing([moments_numel(spec, names) for spec in self.layers], "restore")
+        assert moments is not None
+        sent_moments = moments.share(self._guard.run(owner.all_moments) or {})
+        self._guard.run(lambda: owner.take_sent_moments(sent_moments))
+
+    def _sharing(self, numels: Sequence[int], kind: str) -> Sharing | None:
+        """What owners send to other ranks that compute with it; None where there are none."""
+        exchange = self.program.exchange
+        if exchange.workers == 1:
+            return None
+        return Sharing(
+            exchange,
+            numels,
+            self.communicator,
+            dtype=self._dtype,
+            device=self._device,
+            kind=kind,
+        )
+
     def await_bases(self, number: int | None = None) -> None:
         """Wait for bases that are computed beside training; what went wrong there is kept.
 
@@ -106,12 +145,16 @@ class Partition:
         """
         self._guard.run(lambda: self.owner.finish(step=number))
 
-    def update_curvature(self, pack: Callable[[ReduceItem, Tensor], None], number: int) -> int:
+    def update_curvature(
+        self, pack: Callable[[ReduceItem, Tensor], None], number: int, *, first: bool
+    ) -> int:
         """Fold statistics and recompute bases, where the step calls for it. A collective.
 
         Args:
             pack: Writes this rank's statistics of an item.
             number: Applied-step counter.
+            first: No bases have been computed before: these are not computed beside training,
+                for gradients would be used as they are meanwhile.
 
         Returns:
             Blocks decomposed on this rank.
@@ -125,10 +168,25 @@ class Partition:
                 device=self._device,
             )
             self._guard.run(lambda: self.owner.fold(sums, step=number))
-        self._guard.run(lambda: self.owner.swap(step=number))
-        if not schedules.is_due(self._config.inv_update_steps, number):
-            return 0
-        return self._guard.run(lambda: self.owner.refresh(step=number)) or 0
+        return self._update_bases(number, first=first)
+
+    def _update_bases(self, number: int, *, first: bool) -> int:
+        """What is sent, and when, is the same on all ranks: a function of steps alone."""
+        owner, blocks, changed = self.owner, 0, False
+        if self._begun is not None and is_time(self._config, self._begun, number):
+            self._begun, changed = None, True
+        self._guard.run(lambda: owner.swap(step=number))
+        if schedules.is_due(self._config.inv_update_steps, number):
+            at_once = first or not self._config.background_inverse
+            blocks = self._guard.run(lambda: owner.refresh(step=number, at_once=at_once)) or 0
+            if at_once:
+                changed = True
+            else:
+                self._begun = number
+        if changed and self._bases is not None:
+            sent = self._bases.share(self._guard.run(owner.changed_bases) or {})
+            self._guard.run(lambda: owner.take_sent_bases(sent, step=number))
+        return blocks
 
     def directions(self, step: StepInput, number: int, clip: Tensor | None) -> Directions:
         """Collect gradients and compute directions of owned layers. A collective.
@@ -165,7 +223,7 @@ class Partition:
         self, flats: dict[int, Tensor], step: StepInput, number: int, clip: Tensor | None
     ) -> tuple[dict[int, Tensor], Tensor]:
         stored = step.stored_scale
-        for layer in self.exchange.owned:
+        for layer in self.exchange.computed:
             if layer not in flats:  # replicated: the whole gradient is here already
                 flats[layer] = self._replicated(layer, step.gradients.views)
         return self.owner.directions(
@@ -179,7 +237,7 @@ class Partition:
     def _nothing(self) -> Directions:
         """Zeros in place of what failed: other ranks wait for them, and they move nothing."""
         zero = torch.zeros(1, device=self._device, dtype=self._dtype)
-        flats = {layer: zero.expand(self.layers[layer].numel) for layer in self.exchange.owned}
+        flats = {layer: zero.expand(self.layers[layer].numel) for layer in self.exchange.computed}
         change = torch.zeros((), device=self._device, dtype=torch.float64)
         return Directions(flats, change, failed=True)
 

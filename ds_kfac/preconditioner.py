@@ -301,7 +301,9 @@ class KFAC(Stateful):
         step = self.counters.steps
         for partition in self._partitions:
             pack = packer(pending, partition.layers)
-            self.counters.decompositions += partition.update_curvature(pack, step)
+            first = self.counters.refreshes == 0
+            blocks = partition.update_curvature(pack, step, first=first)
+            self.counters.decompositions += blocks
         self.counters.captures += schedules.is_due(self.config.factor_update_steps, step)
         self.counters.refreshes += schedules.is_due(self.config.inv_update_steps, step)
 

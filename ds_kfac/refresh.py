@@ -118,10 +118,13 @@ def fold(
         state.folded_at.copy_(torch.where(used > 0, step, state.folded_at))
 
 
-def refresh(states: Sequence[LayerState], settings: RefreshSettings, *, step: int) -> int:
+def refresh(
+    states: Sequence[LayerState], settings: RefreshSettings, *, step: int
+) -> list[NextBases]:
     """Recompute the bases of all blocks, batched over equal sizes.
 
-    A block whose decomposition fails keeps its last good basis; failures are counted.
+    A block whose decomposition fails keeps its last good basis; failures are counted, see
+    :func:`raise_if_hopeless`.
 
     Args:
         states: Owned layers.
@@ -129,16 +132,12 @@ def refresh(states: Sequence[LayerState], settings: RefreshSettings, *, step: in
         step: Applied-step counter.
 
     Returns:
-        Number of blocks decomposed.
-
-    Raises:
-        NumericalError: A block failed more often in a row than tolerated (E110).
+        What was found, by layer.
     """
     found = decompose((Snapshot.of(state) for state in states), settings, step=step)
     for state, bases in zip(states, found, strict=True):
         _take(state, bases)
-    raise_if_hopeless(states, settings.max_failures)
-    return sum(len(bases.a) + len(bases.g) for bases in found)
+    return found
 
 
 def decompose(
@@ -183,6 +182,15 @@ def take_upcoming(states: Iterable[LayerState]) -> None:
         if state.upcoming is not None:
             found, state.upcoming = state.upcoming, None
             _take(state, found)
+
+
+def take_sent(state: LayerState, found: NextBases) -> None:
+    """Put bases that the owner has sent in place of a replica's; failures are the owner's."""
+    old = list(state.a.bases), list(state.g.bases)
+    for name, side in state.sides():
+        sent = zip(found.of(name)[0], side.bases, strict=True)
+        side.bases = [kept if new is None else new for new, kept in sent]
+    _carry_moments(state, *old)
 
 
 def _take(state: LayerState, found: NextBases) -> None:

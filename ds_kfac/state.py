@@ -142,21 +142,26 @@ class LayerState:
             spec,
             Side.zeros(spec.a_blocks, device, dtype),
             Side.zeros(spec.g_blocks, device, dtype),
-            torch.zeros((), device=device, dtype=torch.float64),
-            torch.zeros((), device=device, dtype=torch.int64),
-            torch.full((), -1, device=device, dtype=torch.int64),
+            *_counters(device),
         )
+
+    @classmethod
+    def replica(cls, spec: LayerSpec, device: torch.device) -> LayerState:
+        """State of a layer at a rank that computes its direction without owning it.
+
+        It has no averages, and counts no failures.
+        """
+        a, g = (
+            Side(blocks, [], [None] * len(blocks), [0] * len(blocks))
+            for blocks in (spec.a_blocks, spec.g_blocks)
+        )
+        return cls(spec, a, g, *_counters(device))
 
     def moment(self, name: str, like: Tensor) -> Tensor:
         """A moment tensor by name, created as zeros like a matrix view."""
         if name not in self.moments:
             self.moments[name] = torch.zeros_like(like, memory_format=torch.contiguous_format)
         return self.moments[name]
-
-    @property
-    def has_all_bases(self) -> bool:
-        """Whether every block has a basis."""
-        return None not in (*self.a.bases, *self.g.bases)
 
     def forget_bases(self) -> None:
         """Go on without bases, as before the first refresh."""
@@ -236,6 +241,15 @@ class LayerState:
             moments,
             upcoming,
         )
+
+
+def _counters(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Updates, fallbacks and the last fold of a layer that has seen nothing."""
+    return (
+        torch.zeros((), device=device, dtype=torch.float64),
+        torch.zeros((), device=device, dtype=torch.int64),
+        torch.full((), -1, device=device, dtype=torch.int64),
+    )
 
 
 def _entries(prefix: str, basis: BlockBasis | None) -> dict[str, Tensor]:

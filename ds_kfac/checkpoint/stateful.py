@@ -261,11 +261,11 @@ class Stateful:
         return staged
 
     def _adopt(self, staged: Staged) -> None:
-        for partition, states in zip(self._partitions, staged.states, strict=True):
-            partition.owner.adopt(states)
-        self.counters = staged.counters
         for errors in (self._guard.take, self._session.take_error):
             errors()  # of a step that is forgotten now
+        for partition, states in zip(self._partitions, staged.states, strict=True):
+            partition.adopt(states)
+        self.counters = staged.counters
         self._session.discard()
         self._begin_step()
 

@@ -24,13 +24,17 @@ _MEMORY = {
     "factors": "state: factors",
     "bases": "state: bases",
     "moments": "state: moments",
+    "replicas": "state: bases, moments of others",
     "state": "state, total",
     "background": "beside training: next bases, copies",
     "statistics": "capture: sums",
     "reduction": "capture: reduce buffers",
+    "sharing": "refresh: bases on their way",
     "exchange": "exchange buffers",
     "peak": "peak",
 }
+
+_OPTIONAL = ("background", "replicas", "sharing")  # left out where nobody has any
 
 
 def report(options: argparse.Namespace) -> str:
@@ -169,6 +173,9 @@ def _traffic_lines(result: Estimate) -> list[str]:
     totals = [sum(ordinary.values()) for ordinary in result.ordinary]
     rows.append(("each step, total", f"{sum(totals) // len(totals):,}", f"{max(totals):,}"))
     rows.append(("each capture adds: factors", f"{result.capture:,}", f"{result.capture:,}"))
+    if any(result.bases):
+        mean = sum(result.bases) // result.size
+        rows.append(("each refresh adds: bases", f"{mean:,}", f"{max(result.bases):,}"))
     return _aligned(rows)
 
 
@@ -176,7 +183,7 @@ def _memory_lines(result: Estimate) -> list[str]:
     rows = [("memory of a rank, MiB", "least", "mean", "most")]
     for name, label in _MEMORY.items():
         values = [getattr(memory, name) / _MIB for memory in result.memory]
-        if name == "background" and not any(values):
+        if name in _OPTIONAL and not any(values):
             continue
         mean = sum(values) / len(values)
         rows.append((label, f"{min(values):,.1f}", f"{mean:,.1f}", f"{max(values):,.1f}"))
@@ -189,6 +196,8 @@ def _time_lines(result: Estimate, machine: Machine | None) -> list[str]:
     rows = [("time of the slowest rank, ms", "when due", "every", "per step")]
     for name in STAGES:
         stage = result.stages[name]
+        if name == "sharing" and not stage.seconds:
+            continue
         due, per_step = (f"{1e3 * value:,.2f}" for value in (stage.seconds, stage.per_step))
         rows.append((name, due, str(stage.interval), per_step))
     rows.append(("all of K-FAC", "", "", f"{1e3 * result.seconds:,.2f}"))

@@ -8,7 +8,7 @@ from typing import Any
 from ds_kfac.errors import ConfigError
 from ds_kfac.plan.estimate import KINDS, STAGES, Estimate
 
-_STATE = ("factors", "bases", "moments")
+_STATE = ("factors", "bases", "moments", "replicas")
 _MIB = 1 << 20
 
 
@@ -55,6 +55,8 @@ def _draw_traffic(axis: Any, result: Estimate) -> None:
     most = {kind: max(ordinary[kind] for ordinary in result.ordinary) for kind in KINDS}
     bars = {f"{kind}\neach step": count for kind, count in most.items()}
     bars["factors\neach capture"] = result.capture
+    if any(result.bases):
+        bars["bases\neach refresh"] = max(result.bases)
     _bars(axis, {label: count / _MIB for label, count in bars.items()})
     axis.set(title="sent by the busiest rank", ylabel="MiB")
 

@@ -45,6 +45,9 @@ class GradientExchange:
         self._device = device
         rank = communicator.rank
         self.owned = exchange.owned(rank)
+        self.computed = exchange.computed(rank)
+        row = exchange.grid.row(rank) if exchange.workers > 1 else []
+        self._row = {other: exchange.computed(other) for other in row if other != rank}
         # Directions go to every holder of a slice, gradients come from one of them.
         self._outgoing = exchange.outgoing(rank)
         self._incoming = exchange.incoming(rank)
@@ -89,7 +92,7 @@ class GradientExchange:
         """Hand directions back.
 
         Args:
-            directions: Per owned layer its flat direction ``[numel]``, compute dtype.
+            directions: Per computed layer its flat direction ``[numel]``, compute dtype.
 
         Returns:
             The slices this rank holds of sharded layers, and the full flat directions of
@@ -115,7 +118,7 @@ class GradientExchange:
         planned = {}
         if self._exchange.moves_gradients:
             planned["gradients"] = out * _itemsize(self._wire_dtype)
-        if self._exchange.moves_shards or self._exchange.gather_numel:
+        if self._exchange.moves_shards or back:
             planned["directions"] = back * _itemsize(self._dtype)
         return planned
 
@@ -127,6 +130,8 @@ class GradientExchange:
 
     def _share_replicated(self, directions: Mapping[int, Tensor]) -> dict[int, Tensor]:
         shared = self._exchange.replicated
+        if self._exchange.workers > 1:
+            return self._pass_on(directions)
         if self._comm.size == 1 or not shared:
             return {layer: flat for layer, flat in directions.items() if layer in shared}
         part = torch.zeros(self._exchange.gather_numel, dtype=self._dtype, device=self._device)
@@ -137,6 +142,22 @@ class GradientExchange:
         result: dict[int, Tensor] = {}
         for owner, theirs in enumerate(self._shared):
             result.update(self._layout_of_part(gathered[owner], theirs))
+        return result
+
+    def _pass_on(self, directions: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Directions from the gradient workers of this rank's row, and its own to the others."""
+        grid = self._exchange.grid
+        result = dict(directions)
+        if grid.columns == 1:
+            return result
+        row = list(self._row)
+        own = _concatenate([directions[i] for i in self.computed], self._dtype, self._device)
+        numels = self._exchange.column_numels
+        send = [own.numel() * (r in row) for r in range(grid.size)]
+        receive = [numels[grid.column_of(r)] * (r in row) for r in range(grid.size)]
+        received = self._comm.all_to_all(own.repeat(len(row)), send, receive, "directions")
+        for other, part in zip(row, torch.split(received, [receive[r] for r in row]), strict=True):
+            result.update(self._layout_of_part(part, self._row[other]))
         return result
 
     def _layout_of_part(self, part: Tensor, layers: Sequence[int]) -> list[tuple[int, Tensor]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.math.moments import outer_flops
 from ds_kfac.math.packing import packed_numel
@@ -47,7 +49,32 @@ def _newton_schulz_flops(short: int, long: int) -> float:
     )
 
 
+@dataclass(frozen=True)
+class Work:
+    """Operations per step of a layer.
+
+    Attributes:
+        direction: Of whoever computes its direction.
+        refresh: Of whoever decomposes its factors, spread over the interval.
+    """
+
+    direction: float
+    refresh: float
+
+    @property
+    def total(self) -> float:
+        """Operations of an owner that does both."""
+        return self.direction + self.refresh
+
+
+def step_work(spec: LayerSpec, *, direction: str, solver: str, refresh_interval: int) -> Work:
+    """Work of a layer per step."""
+    return Work(
+        direction_flops(spec, direction, solver), refresh_flops(spec, solver) / refresh_interval
+    )
+
+
 def step_flops(spec: LayerSpec, *, direction: str, solver: str, refresh_interval: int) -> float:
     """Operations per step: the direction, and a refresh spread over its interval."""
-    refresh = refresh_flops(spec, solver) / refresh_interval
-    return direction_flops(spec, direction, solver) + refresh
+    interval = refresh_interval
+    return step_work(spec, direction=direction, solver=solver, refresh_interval=interval).total

@@ -9,14 +9,15 @@ from ds_kfac import schedules
 from ds_kfac.config import KFACConfig
 from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.plan import cost
+from ds_kfac.plan.cost import Work
 from ds_kfac.plan.derive import costs, derive, intervals
 from ds_kfac.plan.memory import RankMemory, moment_count, rank_memory
-from ds_kfac.plan.program import Program
+from ds_kfac.plan.program import Exchange, Program
 from ds_kfac.plan.topology import Layout
-from ds_kfac.plan.traffic import Wire, capture_bytes, ordinary_bytes
+from ds_kfac.plan.traffic import Wire, basis_bytes, capture_bytes, ordinary_bytes
 
 KINDS = ("vote", "scalars", "gradients", "directions")
-STAGES = ("capture", "reduce", "refresh", "exchange", "direction")
+STAGES = ("capture", "reduce", "refresh", "sharing", "exchange", "direction")
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Estimate:
         loads: Operations per step of each rank as an owner.
         ordinary: Bytes that each rank sends in every step, by kind.
         capture: Bytes that every rank sends in addition in a capture step.
+        bases: Bytes of bases that each rank sends in addition in a refresh step.
         memory: Of each rank.
         stages: Times by stage; empty without a machine.
     """
@@ -78,6 +80,7 @@ class Estimate:
     loads: tuple[float, ...]
     ordinary: tuple[Mapping[str, int], ...]
     capture: int
+    bases: tuple[int, ...]
     memory: tuple[RankMemory, ...]
     stages: Mapping[str, Stage]
 
@@ -127,9 +130,9 @@ def estimate(
         machine: For times.
     """
     program = derive(specs, layouts, config, size=size)
-    owners, solver = program.exchange.owners, config.resolved_solver
+    solver = config.resolved_solver
     ordinary = ordinary_bytes(program, wire)
-    per_capture = capture_bytes(program, wire)
+    per_capture, per_refresh = capture_bytes(program, wire), basis_bytes(program, wire)
     memory = rank_memory(
         specs,
         program,
@@ -141,14 +144,15 @@ def estimate(
     stages: dict[str, Stage] = {}
     if machine is not None:
         moving = max(counts["gradients"] + counts["directions"] for counts in ordinary)
-        traffic = per_capture, moving
-        stages = _stages(specs, owners, config, machine, size=size, traffic=traffic)
+        traffic = per_capture, max(per_refresh), moving
+        stages = _stages(specs, program.exchange, config, machine, traffic=traffic)
     return Estimate(
         specs=tuple(specs),
         program=program,
-        loads=tuple(_by_owner(costs(specs, config), owners, size)),
+        loads=tuple(_loads(costs(specs, config), program.exchange)),
         ordinary=tuple(ordinary),
         capture=per_capture,
+        bases=tuple(per_refresh),
         memory=tuple(memory),
         stages=stages,
     )
@@ -156,12 +160,11 @@ def estimate(
 
 def _stages(
     specs: Sequence[LayerSpec],
-    owners: Sequence[int],
+    exchange: Exchange,
     config: KFACConfig,
     machine: Machine,
     *,
-    size: int,
-    traffic: tuple[int, int],
+    traffic: tuple[int, int, int],
 ) -> dict[str, Stage]:
     capture_interval, refresh_interval = intervals(config)
     fraction = schedules.value_at(config.factor_token_fraction, capture_interval * 10**6)
@@ -170,18 +173,36 @@ def _stages(
     refresh = [cost.refresh_flops(spec, solver) for spec in specs]
     direction = [cost.direction_flops(spec, config.direction, solver) for spec in specs]
     capture = sum(cost.capture_flops(spec, rows) for spec in specs)
-    per_capture, per_step = traffic
+    per_capture, per_refresh, per_step = traffic
+    slowest = max(_by_owner(refresh, exchange)), max(_by_computer(direction, exchange))
     return {
         "capture": Stage(capture / machine.flops, capture_interval),
         "reduce": Stage(per_capture / machine.bandwidth, capture_interval),
-        "refresh": Stage(max(_by_owner(refresh, owners, size)) / machine.flops, refresh_interval),
+        "refresh": Stage(slowest[0] / machine.flops, refresh_interval),
+        "sharing": Stage(per_refresh / machine.bandwidth, refresh_interval),
         "exchange": Stage(per_step / machine.bandwidth),
-        "direction": Stage(max(_by_owner(direction, owners, size)) / machine.flops),
+        "direction": Stage(slowest[1] / machine.flops),
     }
 
 
-def _by_owner(values: Sequence[float], owners: Sequence[int], size: int) -> list[float]:
-    sums = [0.0] * size
-    for value, owner in zip(values, owners, strict=True):
+def _loads(work: Sequence[Work], exchange: Exchange) -> list[float]:
+    """Operations per step of each rank."""
+    refresh = _by_owner([item.refresh for item in work], exchange)
+    direction = _by_computer([item.direction for item in work], exchange)
+    return [sum(parts) for parts in zip(refresh, direction, strict=True)]
+
+
+def _by_owner(values: Sequence[float], exchange: Exchange) -> list[float]:
+    sums = [0.0] * exchange.size
+    for value, owner in zip(values, exchange.owners, strict=True):
         sums[owner] += value
     return sums
+
+
+def _by_computer(values: Sequence[float], exchange: Exchange) -> list[float]:
+    """Per rank the sum over the layers whose direction it computes."""
+    grid = exchange.grid
+    sums = [0.0] * grid.columns
+    for value, owner in zip(values, exchange.owners, strict=True):
+        sums[grid.column_of(owner)] += value
+    return [sums[grid.column_of(rank)] for rank in range(exchange.size)]

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from ds_kfac.config import KFACConfig
 from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.math.packing import packed_numel
-from ds_kfac.plan.program import Program
+from ds_kfac.plan.program import Exchange, Program
 from ds_kfac.plan.traffic import Moved, Wire, moved
 
 _COUNTER_BYTES = 8  # weights of averages and counters of a layer are fp64 and int64
+_COUNTERS = 3  # updates, fallbacks and the last fold
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class RankMemory:
         exchange: Gradients and directions on their way, at their peak.
         background: Next bases of owned layers, and the copies of factors that they are computed
             from, with ``background_inverse`` from a refresh to the use of its bases.
+        replicas: Bases and moments of layers that others own and whose direction is computed
+            here, too.
+        sharing: Buffers that bring bases to all who compute with them.
     """
 
     factors: int = 0
@@ -36,16 +40,18 @@ class RankMemory:
     reduction: int = 0
     exchange: int = 0
     background: int = 0
+    replicas: int = 0
+    sharing: int = 0
 
     @property
     def state(self) -> int:
         """What stays between steps."""
-        return self.factors + self.bases + self.moments
+        return self.factors + self.bases + self.moments + self.replicas
 
     @property
     def buffers(self) -> int:
         """Most that comes on top of it inside a step."""
-        return max(self.statistics + self.reduction, self.exchange)
+        return max(self.statistics + max(self.reduction, self.sharing), self.exchange)
 
     @property
     def peak(self) -> int:
@@ -75,7 +81,7 @@ def layer_state(spec: LayerSpec, *, solver: str, moments: int, item: int) -> tup
         item: Bytes of an element.
     """
     sizes = spec.block_sizes
-    counters = len(sizes) + 3  # a weight per block; updates, fallbacks and the last fold
+    counters = len(sizes) + _COUNTERS  # a weight per block
     factors = sum(packed_numel(n) for n in sizes) * item + counters * _COUNTER_BYTES
     # Eigenvectors and eigenvalues, or an inverse; and the factor's mean eigenvalue.
     bases = sum(n * n + 1 + (n if solver == "eigen" else 0) for n in sizes) * item
@@ -103,14 +109,16 @@ def rank_memory(
     """
     exchange, item = program.exchange, wire.compute_bytes
     states = [(0, 0, 0)] * exchange.size
-    sharded, owned, copies = ([0] * exchange.size for _ in range(3))
+    sharded, owned, copies, copied = ([0] * exchange.size for _ in range(4))
     for layer, (spec, owner) in enumerate(zip(specs, exchange.owners, strict=True)):
         parts = layer_state(spec, solver=solver, moments=moments, item=item)
         before = states[owner]
         states[owner] = before[0] + parts[0], before[1] + parts[1], before[2] + parts[2]
         owned[owner] += spec.numel
         copies[owner] += sum(packed_numel(n) for n in spec.block_sizes)
+        copied[owner] += parts[1] + parts[2] + _COUNTERS * _COUNTER_BYTES
         sharded[owner] += 0 if layer in exchange.replicated else spec.numel
+    replicas, sharing = _others_of_column(exchange, copied), _sharing_numels(program)
     statistics = sum(n * n for spec in specs for n in spec.block_sizes) * item
     reduction = _reduction_numel(program) * item
     gathered = exchange.gather_numel * (exchange.size + 1)
@@ -119,10 +127,37 @@ def rank_memory(
             *states[rank],
             statistics,
             reduction,
-            _exchange_bytes(part, owned[rank], sharded[rank], gathered, wire),
+            _exchange_bytes(part, owned[rank], sharded[rank], gathered, wire)
+            if exchange.workers == 1
+            else (sum(exchange.numels) + exchange.passed_numel(rank)) * item,
             copies[rank] * item + states[rank][1] if background else 0,
+            replicas[rank],
+            sharing[rank] * item,
         )
         for rank, part in enumerate(moved(exchange))
+    ]
+
+
+def _others_of_column(exchange: Exchange, values: Sequence[int]) -> list[int]:
+    """Per rank the sum of a value over the other ranks that compute the same directions."""
+    grid = exchange.grid
+    sums = [0] * grid.columns
+    for rank, value in enumerate(values):
+        sums[grid.column_of(rank)] += value
+    return [sums[grid.column_of(rank)] - value for rank, value in enumerate(values)]
+
+
+def _sharing_numels(program: Program) -> list[int]:
+    """Bases on their way: a rank's own, those it receives, and the buffers of a round."""
+    exchange = program.exchange
+    if exchange.workers == 1:
+        return [0] * exchange.size
+    own = program.stream_numels
+    piece = [min(numel, program.piece_numel) for numel in own]
+    others, pieces = _others_of_column(exchange, own), _others_of_column(exchange, piece)
+    return [
+        own[rank] + others[rank] + (exchange.workers - 1) * piece[rank] + pieces[rank]
+        for rank in range(exchange.size)
     ]
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ds_kfac.layers.spec import LayerSpec
-from ds_kfac.plan.topology import Layout
+from ds_kfac.plan.cost import Work
+from ds_kfac.plan.topology import Layout, WorkerGrid
 
 MAX_IMBALANCE = 1.5
 """``zero_aligned`` moves layers only while the busiest rank exceeds this multiple of the mean."""
@@ -64,6 +65,30 @@ def balance(costs: Sequence[float], size: int) -> tuple[int, ...]:
     for index in _by_cost(costs):
         owners[index] = _argmin(loads)
         loads[owners[index]] += costs[index]
+    return tuple(owners)
+
+
+def place_in_columns(work: Sequence[Work], grid: WorkerGrid) -> tuple[int, ...]:
+    """Owners where several ranks compute each direction.
+
+    Longest processing time first, twice: a column for every layer, whose ranks all compute its
+    direction and share the decompositions of the column; then one of them to decompose it.
+
+    Args:
+        work: Work of each layer.
+        grid: The columns.
+
+    Returns:
+        The owner of each layer.
+    """
+    columns = [0.0] * grid.columns
+    ranks = [0.0] * grid.size
+    owners = [0] * len(work)
+    for index in _by_cost([item.direction + item.refresh / grid.workers for item in work]):
+        column = _argmin(columns)
+        columns[column] += work[index].direction + work[index].refresh / grid.workers
+        owners[index] = min(grid.column(column), key=lambda rank: (ranks[rank], rank))
+        ranks[owners[index]] += work[index].refresh
     return tuple(owners)
 
 

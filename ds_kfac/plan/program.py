@@ -13,7 +13,7 @@ from functools import cached_property
 
 from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.math.packing import packed_numel
-from ds_kfac.plan.topology import Layout
+from ds_kfac.plan.topology import Layout, WorkerGrid
 
 COUNTS_PER_LAYER = 3  # rows used, rows seen, loss terms: they travel with the sums
 REDUCE_BUFFER_NUMEL = 1 << 26
@@ -54,6 +54,8 @@ class Exchange:
         replicated: Layers whose gradient every rank holds.
         numels: Elements of each layer's flat gradient.
         size: Ranks in the group.
+        workers: Ranks that compute the direction of a layer, see :class:`WorkerGrid`. More than
+            one only where every gradient is replicated.
     """
 
     owners: tuple[int, ...]
@@ -61,10 +63,38 @@ class Exchange:
     replicated: frozenset[int]
     numels: tuple[int, ...]
     size: int
+    workers: int = 1
+
+    @property
+    def grid(self) -> WorkerGrid:
+        """Who computes and who receives."""
+        return WorkerGrid(self.size, self.workers)
 
     def owned(self, rank: int) -> list[int]:
         """Layers owned by a rank, in table order."""
         return [layer for layer, owner in enumerate(self.owners) if owner == rank]
+
+    def computed(self, rank: int) -> list[int]:
+        """Layers whose direction a rank computes, in table order."""
+        grid = self.grid
+        column = grid.column_of(rank)
+        return [layer for layer, o in enumerate(self.owners) if grid.column_of(o) == column]
+
+    @cached_property
+    def column_numels(self) -> tuple[int, ...]:
+        """Elements of the directions that each column computes."""
+        grid = self.grid
+        numels = [0] * grid.columns
+        for owner, numel in zip(self.owners, self.numels, strict=True):
+            numels[grid.column_of(owner)] += numel
+        return tuple(numels)
+
+    def passed_numel(self, rank: int) -> int:
+        """Elements of directions that a rank sends to the others of its row."""
+        if self.workers == 1:
+            return 0
+        grid = self.grid
+        return self.column_numels[grid.column_of(rank)] * (grid.columns - 1)
 
     def local(self, rank: int, *, sources_only: bool = False) -> list[Segment]:
         """Slices a rank holds of its own layers: they never travel."""
@@ -119,7 +149,7 @@ class Exchange:
     @cached_property
     def gather_numel(self) -> int:
         """Elements each rank contributes to the all-gather of replicated layers (padded)."""
-        if self.size == 1:
+        if self.size == 1 or self.workers > 1:
             return 0
         shared = [0] * self.size  # in one pass: thousands of ranks own hundreds of layers
         for layer in self.replicated:
@@ -130,7 +160,7 @@ class Exchange:
         """Elements a rank sends per step: gradients to owners, directions from owners."""
         out = sum(s.numel for part in self.outgoing(rank, sources_only=True) for s in part)
         back = sum(s.numel for part in self.incoming(rank) for s in part)
-        return out, back + self.gather_numel * (self.size - 1)
+        return out, back + self.gather_numel * (self.size - 1) + self.passed_numel(rank)
 
 
 @dataclass(frozen=True)
@@ -162,10 +192,31 @@ class ReduceRound:
 
 @dataclass(frozen=True)
 class Program:
-    """Everything that moves in one data group."""
+    """Everything that moves in one data group.
+
+    Attributes:
+        exchange: Gradients and directions.
+        rounds: Statistics.
+        basis_numels: Elements of each layer's bases as owners send them to other workers; empty
+            where they do not.
+    """
 
     exchange: Exchange
     rounds: tuple[ReduceRound, ...]
+    basis_numels: tuple[int, ...] = ()
+
+    @cached_property
+    def stream_numels(self) -> tuple[int, ...]:
+        """Elements of the bases that each rank sends to every other worker of its layers."""
+        numels = [0] * self.exchange.size
+        for owner, numel in zip(self.exchange.owners, self.basis_numels, strict=False):
+            numels[owner] += numel
+        return tuple(numels)
+
+    @property
+    def piece_numel(self) -> int:
+        """Elements of bases that a rank sends to another one in one round."""
+        return max(1, REDUCE_BUFFER_NUMEL // self.exchange.size)
 
     def fingerprint(self) -> str:
         """Hash compared between ranks at attach."""
@@ -173,7 +224,13 @@ class Program:
 
 
 def build(
-    specs: Sequence[LayerSpec], layouts: Mapping[str, Layout], owners: Sequence[int], *, size: int
+    specs: Sequence[LayerSpec],
+    layouts: Mapping[str, Layout],
+    owners: Sequence[int],
+    *,
+    size: int,
+    workers: int = 1,
+    solver: str = "eigen",
 ) -> Program:
     """Derive the program of a data group.
 
@@ -182,6 +239,8 @@ def build(
         layouts: Gradient layout of every parameter, by name.
         owners: Owner of each layer.
         size: Ranks in the group.
+        workers: Ranks that compute the direction of a layer.
+        solver: ``eigen`` or ``cholesky``: what bases consist of.
     """
     segments, replicated = [], set()
     for layer, spec in enumerate(specs):
@@ -204,9 +263,20 @@ def build(
                         )
                     )
     exchange = Exchange(
-        tuple(owners), tuple(segments), frozenset(replicated), tuple(s.numel for s in specs), size
+        tuple(owners),
+        tuple(segments),
+        frozenset(replicated),
+        tuple(s.numel for s in specs),
+        size,
+        workers,
     )
-    return Program(exchange, _rounds(specs, owners, size))
+    bases = [basis_numel(spec, solver) for spec in specs] if workers > 1 else []
+    return Program(exchange, _rounds(specs, owners, size), tuple(bases))
+
+
+def basis_numel(spec: LayerSpec, solver: str) -> int:
+    """Elements of a layer's bases on their way: each block's flag and mean come first."""
+    return sum(2 + n * n + (n if solver == "eigen" else 0) for n in spec.block_sizes)
 
 
 def _source(layout: Layout, owner: int) -> int:

@@ -72,14 +72,15 @@ def ordinary_bytes(program: Program, wire: Wire) -> list[dict[str, int]]:
     size = exchange.size
     all_reduce = 2 * SCALAR_BYTES * (size - 1) // size
     gathered = exchange.gather_numel * (size - 1)
+    passed = [exchange.passed_numel(rank) for rank in range(size)]
     return [
         {
             "vote": all_reduce,
             "scalars": wire.scalars * all_reduce,
             "gradients": part.gradients_out * wire.gradient_bytes,
-            "directions": (part.directions_out + gathered) * wire.compute_bytes,
+            "directions": (part.directions_out + gathered + passed[rank]) * wire.compute_bytes,
         }
-        for part in moved(exchange)
+        for rank, part in enumerate(moved(exchange))
     ]
 
 
@@ -89,8 +90,20 @@ def capture_bytes(program: Program, wire: Wire) -> int:
     return sum(part.part_numel for part in program.rounds) * others * wire.compute_bytes
 
 
+def basis_bytes(program: Program, wire: Wire) -> list[int]:
+    """Bytes of bases that each rank sends when they have been recomputed (kind bases)."""
+    others = program.exchange.workers - 1
+    return [numel * others * wire.compute_bytes for numel in program.stream_numels]
+
+
 def run_bytes(
-    ordinary: Mapping[str, int], per_capture: int, *, steps: int, captures: int
+    ordinary: Mapping[str, int],
+    per_capture: int,
+    *,
+    steps: int,
+    captures: int,
+    per_refresh: int = 0,
+    refreshes: int = 0,
 ) -> dict[str, int]:
     """What a rank's ledger shows after a number of steps, kinds without traffic left out.
 
@@ -99,7 +112,10 @@ def run_bytes(
         per_capture: :func:`capture_bytes`.
         steps: Steps, captures among them.
         captures: Steps in which statistics were captured.
+        per_refresh: The rank's entry of :func:`basis_bytes`.
+        refreshes: Steps in which bases were taken into use.
     """
     total = {kind: steps * count for kind, count in ordinary.items()}
     total["factors"] = captures * per_capture
+    total["bases"] = refreshes * per_refresh
     return {kind: count for kind, count in sorted(total.items()) if count}

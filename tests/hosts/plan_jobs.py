@@ -43,6 +43,18 @@ def measure(rank: int, size: int, cells: list[Cell]) -> list[dict[str, Any]]:
     return [_measure_cell(rank, size, item) for item in cells]
 
 
+def replica_bytes(kfac: Any) -> int:
+    """Bytes of bases, moments and counters of layers that other ranks own."""
+    total = 0
+    for partition in kfac._partitions:
+        for state in partition.owner.replicas.values():
+            bases = [b for _, side in state.sides() for b in side.bases if b is not None]
+            tensors = [state.updates, state.fallbacks, state.folded_at, *state.moments.values()]
+            tensors += [t for basis in bases for t in vars(basis).values() if t is not None]
+            total += sum(t.untyped_storage().nbytes() for t in tensors)
+    return total
+
+
 def _measure_cell(rank: int, size: int, item: Cell) -> dict[str, Any]:
     deepspeed_cpu.prepare()
     torch.manual_seed(3)
@@ -56,7 +68,7 @@ def _measure_cell(rank: int, size: int, item: Cell) -> dict[str, Any]:
     result = {
         "bytes": sent(kfac),
         "program": [partition.program.fingerprint() for partition in kfac._partitions],
-        "state": state_bytes(kfac),
+        "state": state_bytes(kfac) + replica_bytes(kfac),
     }
     engine.destroy()
     return result
@@ -88,9 +100,18 @@ def planned(item: Cell, size: int, folder: Path) -> tuple[Estimate, list[dict[st
         model = promise_jobs.Deep(DEPTH)
     settings = plan_source.read_settings(file, None)
     _, result, _ = plan.run(model, settings, options(ranks=size))
+    # Those of the last step would be used later, if they are computed beside training.
+    refreshes = 1 if item.kfac.get("background_inverse") else CAPTURES
     totals = [
-        run_bytes(ordinary, result.capture, steps=STEPS, captures=CAPTURES)
-        for ordinary in result.ordinary
+        run_bytes(
+            ordinary,
+            result.capture,
+            steps=STEPS,
+            captures=CAPTURES,
+            per_refresh=bases,
+            refreshes=refreshes,
+        )
+        for ordinary, bases in zip(result.ordinary, result.bases, strict=True)
     ]
     return result, totals
 

@@ -89,10 +89,22 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         "net",
         ["E150", "zenflow"],
     ),
-    "strategy of a later version": (
-        {"optimizer": SGD, "kfac": {"strategy": "hybrid"}},
+    **{
+        f"strategy {strategy} where gradients are cut": (
+            {"optimizer": SGD, "kfac": {"strategy": strategy, "grad_worker_fraction": fraction}},
+            "net",
+            ["E156", f"'{strategy}'", "whole on every rank", "3 layers", "use 'zero_aligned'"],
+        )
+        for strategy, fraction in (("communication", None), ("hybrid", 1.0))
+    },
+    "workers that do not divide the ranks": (
+        {
+            "optimizer": SGD,
+            "kfac": {"strategy": "hybrid", "grad_worker_fraction": 0.7},
+            "zero_optimization": {"stage": 0},
+        },
         "net",
-        ["E150", "'hybrid'", "'zero_aligned', 'memory'"],
+        ["E214", "0.7 of 2 ranks is 1.4 ranks", "1/2, 2/2"],
     ),
 }
 

@@ -33,6 +33,14 @@ CELLS = [
     cell("0", "ekfac", True, {"background_inverse": True}),
     cell("2", "orthogonal", True, {"background_inverse": True}),
     cell("2", "eigen_adam", True, extra=zero(round_robin_gradients=True)),
+    *(
+        cell("0", direction, True, {"strategy": strategy, "background_inverse": background})
+        for direction, strategy, background in (
+            ("natural", "communication", False),
+            ("eigen_adam", "hybrid", False),
+            ("orthogonal", "communication", True),
+        )
+    ),
     cell("1", "natural", False, extra=zero(parameter_alignment=True)),
     *(
         cell(stage, "natural", True, dtype="bf16", extra=zero(offload_optimizer={"device": "cpu"}))

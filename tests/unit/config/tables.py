@@ -92,7 +92,7 @@ SETTINGS: dict[str, dict[str, list[Any]]] = {
             [NAN, 0.9],
         ],
     },
-    "strategy": _choice("zero_aligned", "memory"),
+    "strategy": _choice("zero_aligned", "memory", "communication", "hybrid"),
     "grad_worker_fraction": {
         "good": [None],
         "bad": [*_numbers([], [0, -1, 1.5, 2], null=True)["bad"]],
@@ -117,11 +117,6 @@ SETTINGS: dict[str, dict[str, list[Any]]] = {
     "max_failures": {"good": [0, 3], "bad": [-1, 1.0, "3", True, None, [1]]},
     "on_nonfinite": _choice("skip", "raise"),
     "resume": _choice("auto", "require", "fresh"),
-}
-
-# kl_clip belongs to some directions only; "natural", the default, is one of them.
-UNAVAILABLE: dict[str, list[Any]] = {
-    "strategy": ["communication", "hybrid"],
 }
 
 

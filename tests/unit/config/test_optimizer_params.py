@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_kfac.config import KFACConfig, OptimizerConfig, split_optimizer_params
-from ds_kfac.errors import ConfigError, UnsupportedError
+from ds_kfac.config import KFACConfig, split_optimizer_params
+from ds_kfac.errors import ConfigError
 from ds_kfac.optimizer import KFACOptimizer
 
 
@@ -100,13 +100,6 @@ def test_problems_of_both_kinds_are_listed_at_once() -> None:
     for part in ("lr: expected", "'aux.ep'", "'dampin'", "damping: expected", "kl_clip (0.1)"):
         assert part in text
     assert text.count("Known keys: aux, background_inverse") == 1
-
-
-def test_unavailable_values_wait_for_the_settings_to_be_parsed() -> None:
-    own, kfac = split_optimizer_params({"lr": 1, "strategy": "hybrid"})
-    assert own == OptimizerConfig(lr=1)
-    with pytest.raises(UnsupportedError, match="E150"):
-        KFACConfig.parse(kfac)
 
 
 def test_a_zero_rate_is_allowed() -> None:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_kfac.config import KFACConfig
-from ds_kfac.errors import ConfigError, KFACError, UnsupportedError
-from tests.unit.config.tables import SETTINGS, UNAVAILABLE
+from ds_kfac.errors import ConfigError, KFACError
+from tests.unit.config.tables import SETTINGS
 
 _KEYS = sorted(SETTINGS)
 _FREE = [
@@ -73,22 +73,8 @@ def test_no_content_raises_anything_but_our_errors(content: dict[str, Any]) -> N
     try:
         config = KFACConfig.parse(content)
     except KFACError as error:
-        assert type(error) in (ConfigError, UnsupportedError)
+        assert type(error) is ConfigError
         assert "\n" not in error.message
         assert any(repr(key)[1:-1] in error.message for key in content)
     else:
         assert set(content) == config.model_fields_set
-
-
-@given(st.sampled_from(sorted(UNAVAILABLE)), st.lists(_values("good"), max_size=3))
-def test_an_unavailable_value_is_refused_whatever_else_is_set(
-    key: str, good: list[tuple[str, Any]]
-) -> None:
-    free = {name: value for name, value in good if name in _FREE and name not in UNAVAILABLE}
-    for value in UNAVAILABLE[key]:
-        try:
-            KFACConfig.parse({**free, key: value})
-        except UnsupportedError as error:
-            assert error.code == "E150" and f"{key}={value!r}" in error.message
-        else:
-            raise AssertionError("accepted")

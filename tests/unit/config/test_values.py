@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ds_kfac.config import KFACConfig
-from ds_kfac.errors import ConfigError, KFACError, UnsupportedError
-from tests.unit.config.tables import SETTINGS, UNAVAILABLE, pairs
+from ds_kfac.errors import ConfigError, KFACError
+from tests.unit.config.tables import SETTINGS, pairs
 
 TYPOS = {
     "inv_update_step": "inv_update_steps",
@@ -184,20 +184,10 @@ def test_all_problems_are_listed_at_once() -> None:
     assert text.count("Known keys") == 1
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [(key, value) for key, values in UNAVAILABLE.items() for value in values]
-)
-def test_unavailable_values_are_refused_by_name(key: str, value: Any) -> None:
-    text = refusal({key: value}, UnsupportedError)
-    assert text.startswith(f"KFAC-E150 kfac: {key}={value!r} is not available in this version")
-    assert "(use " in text
-
-
-def test_unavailable_values_are_listed_together_after_the_mistakes() -> None:
-    wanted = {key: values[0] for key, values in UNAVAILABLE.items()}
-    text = refusal(wanted, UnsupportedError)
-    assert all(f"{key}={value!r}" in text for key, value in wanted.items())
-    assert "damping" in refusal({**wanted, "damping": -1}, ConfigError)
+@pytest.mark.parametrize("fraction", [1e-3, 0.25, 1, None])
+def test_hybrid_takes_a_share_of_the_ranks(fraction: Any) -> None:
+    settings = {"strategy": "hybrid", "grad_worker_fraction": fraction}
+    assert KFACConfig.parse(settings).grad_worker_fraction == fraction
 
 
 def test_settings_cannot_be_changed_afterwards() -> None:
