@@ -135,6 +135,7 @@ class Partition:
             dtype=self._dtype,
             device=self._device,
             kind=kind,
+            piece=self.program.piece_numel,
         )
 
     def await_bases(self, number: int | None = None) -> None:

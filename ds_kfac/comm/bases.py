@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.comm.communicator import Communicator
-from ds_kfac.plan.program import REDUCE_BUFFER_NUMEL, Exchange
+from ds_kfac.plan.program import Exchange
 
 
 class Sharing:
@@ -24,6 +24,7 @@ class Sharing:
         dtype: Of all tensors.
         device: Of all tensors.
         kind: Ledger entry.
+        piece: Elements that a rank sends to another one in one round.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Sharing:
         dtype: torch.dtype,
         device: torch.device,
         kind: str,
+        piece: int,
     ) -> None:
         self._comm, self._numels, self._kind = communicator, numels, kind
         self._dtype, self._device = dtype, device
@@ -48,7 +50,7 @@ class Sharing:
         for layer, owner in enumerate(exchange.owners):
             sums[owner] += numels[layer]
         self._streams = sums
-        self._piece = max(1, REDUCE_BUFFER_NUMEL // exchange.size)
+        self._piece = piece
 
     def share(self, own: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Send and receive. A collective.

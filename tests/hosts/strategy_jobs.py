@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from ds_kfac import refresh
+from ds_kfac.plan.program import Program
 from tests.hosts import promise_jobs as promises
 from tests.hosts import topology_jobs as jobs
 from tests.hosts.topology_jobs import Cell
@@ -69,6 +71,15 @@ def train(
         for name, original in originals.items():
             setattr(refresh, name, original)
         kfac.detach()
+
+
+def train_in_pieces(rank: int, size: int, cell: Cell, numel: int) -> list[dict[str, Any]]:
+    """Train twice; the second time bases move in many small pieces."""
+    train(rank, size, cell)  # DistributedDataParallel adds in another order in its first run
+    results = [train(rank, size, cell)]
+    with mock.patch.object(Program, "piece_numel", numel):
+        results.append(train(rank, size, cell))
+    return results
 
 
 def failing_first(original: Any) -> Any:

@@ -126,6 +126,16 @@ def test_bytes_are_those_of_the_plan(direction: str, strategy: str) -> None:
         assert sum(moved) == 4 * numel * size * (columns - 1) // columns
 
 
+def test_bases_may_move_in_any_pieces() -> None:
+    """Buffers are bounded whatever the sizes of blocks."""
+    cell = Cell("ddp", settings("ekfac", **HALF))
+    for numel in (7, 64):
+        for whole, pieces in world(4).run(strategies.train_in_pieces, cell, numel):
+            for state in (whole, pieces):
+                del state["metrics"]
+            assert_equal(pieces, whole)
+
+
 def test_bases_beside_training_are_sent_when_they_are_used() -> None:
     kfac = {"direction": "natural", **ALL, "background_inverse": True}
     for result in world(2).run(strategies.traffic, "0", kfac):
