@@ -86,6 +86,8 @@ class KFACConfig(BaseModel):
             (``zero_aligned``) or chosen by cost (``memory``); all ranks (``communication``) or a
             share of them (``hybrid``), for gradients that every rank holds.
         grad_worker_fraction: That share, for ``hybrid``; default 0.5.
+        distribute: ``factor`` decomposes A and G of a layer on different ranks, ``layer`` both at
+            its owner.
         tensor_parallel: ``exact`` (independent of the degree) or ``block``.
         max_factor_dim: Larger factor sides are cut into balanced diagonal blocks.
         weight_sharing: One loss term per position (``expand``) or per sequence (``reduce``).
@@ -133,6 +135,7 @@ class KFACConfig(BaseModel):
     grad_worker_fraction: Annotated[
         Number | None, _expected("a number in (0, 1], or null", gt=0, le=1)
     ] = None
+    distribute: Literal["layer", "factor"] = "layer"
     tensor_parallel: Literal["exact", "block"] = "exact"
     max_factor_dim: Annotated[StrictInt, _expected("a whole number >= 1", ge=1)] = 2048
     weight_sharing: Literal["expand", "reduce"] = "expand"
@@ -213,6 +216,12 @@ class KFACConfig(BaseModel):
                 f"{self.strategy!r}; it belongs to 'hybrid'"
             )
             problems.append((("grad_worker_fraction", "strategy"), text))
+        if self.distribute == "factor" and self.background_inverse:
+            text = (
+                "distribute 'factor' contradicts background_inverse: it shortens a refresh that "
+                "training waits for by moving factors to idle ranks; leave one of them out"
+            )
+            problems.append((("distribute", "background_inverse"), text))
         asked = "kl_clip" in self.model_fields_set and self.kl_clip is not None
         if asked and not self.uses_kl_clip:
             text = (

@@ -23,6 +23,7 @@ from ds_kfac.refresh import (
     fold,
     raise_if_hopeless,
     refresh,
+    take,
     take_sent,
     take_upcoming,
 )
@@ -102,8 +103,7 @@ class Owner:
         Raises:
             NumericalError: A block failed too often in a row (E110).
         """
-        self._warn_of_missing_statistics()
-        settings = self._refresh_settings(step)
+        settings = self.begin_refresh(step)
         states = list(self.states.values())
         if at_once:
             self._changed |= zip(self.states, refresh(states, settings, step=step), strict=True)
@@ -115,6 +115,22 @@ class Owner:
             )
             self._begun = step
         return sum(len(state.spec.block_sizes) for state in states)
+
+    def begin_refresh(self, step: int) -> RefreshSettings:
+        """Say what there are no statistics of; the numbers in force."""
+        self._warn_of_missing_statistics()
+        return self.refresh_settings(step)
+
+    def take(self, found: Mapping[int, NextBases]) -> None:
+        """Use bases of owned layers that other ranks have helped to compute.
+
+        Raises:
+            NumericalError: A block failed too often in a row (E110).
+        """
+        for layer, bases in found.items():
+            take(self.states[layer], bases)
+        self._changed |= found
+        raise_if_hopeless(list(self.states.values()), self._config.max_failures)
 
     def finish(self, *, step: int | None = None) -> None:
         """Wait for bases that are computed beside training.
@@ -197,7 +213,8 @@ class Owner:
         self._background.cancel()
         self._begun = None
 
-    def _refresh_settings(self, step: int) -> RefreshSettings:
+    def refresh_settings(self, step: int) -> RefreshSettings:
+        """Numbers in force at a refresh."""
         return RefreshSettings(
             solver=self._config.resolved_solver,
             damping=schedules.value_at(self._config.resolved_damping, step),
@@ -312,7 +329,7 @@ class Owner:
                 "from the saved factors",
                 len(foreign),
             )
-            refresh(foreign, self._refresh_settings(step), step=step)
+            refresh(foreign, self.refresh_settings(step), step=step)
         if not self._config.background_inverse:
             take_upcoming(states.values())  # saved in a run that had more to come
         return states

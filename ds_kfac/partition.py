@@ -17,6 +17,7 @@ from ds_kfac.comm.bases import Sharing
 from ds_kfac.comm.guard import Guard
 from ds_kfac.comm.run import GradientExchange, reduce_factors
 from ds_kfac.config import KFACConfig
+from ds_kfac.factorwise import FactorWise
 from ds_kfac.owner import Owner, is_time
 from ds_kfac.plan.program import ReduceItem
 from ds_kfac.replicas import moments_numel
@@ -86,6 +87,19 @@ class Partition:
             dtype=assembly.dtype,
             uncounted=assembly.uncounted,
         )
+
+        self.factorwise: FactorWise | None = None
+        if plan.program.solving:
+            self.factorwise = FactorWise(
+                plan.program,
+                plan.layers,
+                self.owner,
+                plan.communicator,
+                config,
+                guard=guard,
+                dtype=assembly.dtype,
+                device=assembly.device,
+            )
 
     @property
     def owners(self) -> dict[str, int]:
@@ -179,7 +193,10 @@ class Partition:
         self._guard.run(lambda: owner.swap(step=number))
         if schedules.is_due(self._config.inv_update_steps, number):
             at_once = first or not self._config.background_inverse
-            blocks = self._guard.run(lambda: owner.refresh(step=number, at_once=at_once)) or 0
+            if self.factorwise is not None:
+                blocks = self.factorwise.refresh(number)
+            else:
+                blocks = self._guard.run(lambda: owner.refresh(step=number, at_once=at_once)) or 0
             if at_once:
                 changed = True
             else:

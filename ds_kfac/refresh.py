@@ -68,6 +68,23 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
+class SideFactors:
+    """The blocks of one side of a layer, ready to be decomposed on whichever rank.
+
+    Attributes:
+        packed: Per block its value, packed.
+        shifts: Per block what is added to its diagonal before it is inverted, 0-d.
+    """
+
+    packed: list[Tensor]
+    shifts: list[Tensor]
+
+
+SideBases = tuple[list[BlockBasis | None], list[str]]
+"""Per block its basis, None where the decomposition failed, and the reason in words."""
+
+
+@dataclass(frozen=True)
 class _Job:
     """One block to decompose, and where its basis goes."""
 
@@ -136,7 +153,7 @@ def refresh(
     """
     found = decompose((Snapshot.of(state) for state in states), settings, step=step)
     for state, bases in zip(states, found, strict=True):
-        _take(state, bases)
+        take(state, bases)
     return found
 
 
@@ -159,12 +176,28 @@ def decompose(
     Returns:
         The new bases of every layer.
     """
-    results: list[NextBases] = []
+    sides = [side for snapshot in snapshots for side in prepared(snapshot, settings).values()]
+    solved = decompose_sides(sides, settings, pause=pause)
+    return [
+        NextBases(step, a, g, a_reasons, g_reasons)
+        for (a, a_reasons), (g, g_reasons) in zip(solved[::2], solved[1::2], strict=True)
+    ]
+
+
+def decompose_sides(
+    sides: Sequence[SideFactors],
+    settings: RefreshSettings,
+    *,
+    pause: Callable[[], None] | None = None,
+) -> list[SideBases]:
+    """Decompose sides of layers, batched over equal sizes; see :func:`decompose`."""
+    results: list[SideBases] = []
     by_size: dict[int, list[_Job]] = defaultdict(list)
-    for snapshot in snapshots:
-        results.append(NextBases.none(step, len(snapshot.a), len(snapshot.g)))
-        for job in _jobs(snapshot, results[-1], settings):
-            by_size[job.size].append(job)
+    for side in sides:
+        results.append(([None] * len(side.packed), [""] * len(side.packed)))
+        for index, (packed, shift) in enumerate(zip(side.packed, side.shifts, strict=True)):
+            size = unpacked_size(packed.numel())
+            by_size[size].append(_Job(packed, size, shift, *results[-1], index))
     for size, jobs in by_size.items():
         chunk = max(1, BATCH_NUMEL // (size * size))
         if pause is not None and jobs[0].packed.device.type == "cpu":
@@ -181,7 +214,7 @@ def take_upcoming(states: Iterable[LayerState]) -> None:
     for state in states:
         if state.upcoming is not None:
             found, state.upcoming = state.upcoming, None
-            _take(state, found)
+            take(state, found)
 
 
 def take_sent(state: LayerState, found: NextBases) -> None:
@@ -193,8 +226,11 @@ def take_sent(state: LayerState, found: NextBases) -> None:
     _carry_moments(state, *old)
 
 
-def _take(state: LayerState, found: NextBases) -> None:
-    """Put new bases in place of a layer's present ones, and move its moments along."""
+def take(state: LayerState, found: NextBases) -> None:
+    """Put new bases in place of a layer's present ones, and move its moments along.
+
+    A block without a new one keeps its last good basis, and the failure is counted.
+    """
     old = list(state.a.bases), list(state.g.bases)
     for name, side in state.sides():
         bases, reasons = found.of(name)
@@ -217,16 +253,12 @@ def _take(state: LayerState, found: NextBases) -> None:
     _carry_moments(state, *old)
 
 
-def _jobs(snapshot: Snapshot, found: NextBases, settings: RefreshSettings) -> list[_Job]:
+def prepared(snapshot: Snapshot, settings: RefreshSettings) -> dict[str, SideFactors]:
+    """Both sides of a layer with what damping adds to them."""
     # Unpacked for its diagonal and again in its batch: all layers unpacked take twice the memory.
-    shifts = _shifts(
-        {"a": [_unpack(f) for f in snapshot.a], "g": [_unpack(f) for f in snapshot.g]}, settings
-    )
-    return [
-        _Job(packed, unpacked_size(packed.numel()), shifts[name][index], *found.of(name), index)
-        for name, factors in (("a", snapshot.a), ("g", snapshot.g))
-        for index, packed in enumerate(factors)
-    ]
+    factors = {"a": snapshot.a, "g": snapshot.g}
+    shifts = _shifts({name: [_unpack(f) for f in side] for name, side in factors.items()}, settings)
+    return {name: SideFactors(side, shifts[name]) for name, side in factors.items()}
 
 
 def _unpack(packed: Tensor) -> Tensor:

@@ -6,11 +6,12 @@ and does the same with them, so that moments are sent only where a saved state i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from ds_kfac.layers.blocks import Block
 from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.state import BlockBasis, LayerState, NextBases
 
@@ -30,11 +31,21 @@ def pack_bases(found: NextBases | None, spec: LayerSpec, solver: str, like: Tens
     Returns:
         ``[basis_numel(spec, solver)]``, see :func:`ds_kfac.plan.program.basis_numel`.
     """
+    parts = [
+        pack_side(None if found is None else found.of(side)[0], blocks, solver, like)
+        for side, blocks in (("a", spec.a_blocks), ("g", spec.g_blocks))
+    ]
+    return torch.cat(parts)
+
+
+def pack_side(
+    bases: Sequence[BlockBasis | None] | None, blocks: Sequence[Block], solver: str, like: Tensor
+) -> Tensor:
+    """Bases of one side of a layer, as :func:`pack_bases` writes them."""
     parts = []
-    for side, index, size in _blocks(spec):
-        basis = None if found is None else found.of(side)[0][index]
+    for basis, block in zip(bases or [None] * len(blocks), blocks, strict=True):
         if basis is None:
-            parts.append(like.new_zeros(sum(_sizes(size, solver))))
+            parts.append(like.new_zeros(sum(_sizes(block.size, solver))))
             continue
         tensors = basis.inverse, basis.values, basis.vectors
         kept = [t for t in (like.new_ones(()), basis.mean, *tensors) if t is not None]
@@ -56,12 +67,23 @@ def unpack_bases(flat: Tensor, spec: LayerSpec, solver: str, *, step: int) -> Ne
         it begins.
     """
     found = NextBases.none(step, len(spec.a_blocks), len(spec.g_blocks))
+    border = sum(sum(_sizes(block.size, solver)) for block in spec.a_blocks)
+    found.a = unpack_side(flat[:border], spec.a_blocks, solver)
+    found.g = unpack_side(flat[border:], spec.g_blocks, solver)
+    return found
+
+
+def unpack_side(flat: Tensor, blocks: Sequence[Block], solver: str) -> list[BlockBasis | None]:
+    """The inverse of :func:`pack_side`; see :func:`unpack_bases`."""
+    bases: list[BlockBasis | None] = []
     start = 0
-    for side, index, size in _blocks(spec):
+    for block in blocks:
+        size = block.size
         sizes = _sizes(size, solver)
         flag, mean, *rest = torch.split(flat[start : start + sum(sizes)], sizes)
         start += sum(sizes)
         if not bool(flag):
+            bases.append(None)
             continue
         matrix = rest[-1].clone().view(size, size)
         basis = BlockBasis(mean.clone().view(()))
@@ -69,8 +91,8 @@ def unpack_bases(flat: Tensor, spec: LayerSpec, solver: str, *, step: int) -> Ne
             basis.values, basis.vectors = rest[0].clone(), matrix
         else:
             basis.inverse = matrix
-        found.of(side)[0][index] = basis
-    return found
+        bases.append(basis)
+    return bases
 
 
 def moments_numel(spec: LayerSpec, names: Sequence[str]) -> int:
@@ -115,12 +137,6 @@ def present_bases(state: LayerState) -> NextBases:
 def zeros(specs: Mapping[int, LayerSpec], device: torch.device) -> dict[int, LayerState]:
     """Replicas that have seen nothing."""
     return {layer: LayerState.replica(spec, device) for layer, spec in specs.items()}
-
-
-def _blocks(spec: LayerSpec) -> Iterator[tuple[str, int, int]]:
-    for side, blocks in (("a", spec.a_blocks), ("g", spec.g_blocks)):
-        for index, block in enumerate(blocks):
-            yield side, index, block.size
 
 
 def _sizes(size: int, solver: str) -> list[int]:

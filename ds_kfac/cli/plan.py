@@ -173,9 +173,11 @@ def _traffic_lines(result: Estimate) -> list[str]:
     totals = [sum(ordinary.values()) for ordinary in result.ordinary]
     rows.append(("each step, total", f"{sum(totals) // len(totals):,}", f"{max(totals):,}"))
     rows.append(("each capture adds: factors", f"{result.capture:,}", f"{result.capture:,}"))
-    if any(result.bases):
-        mean = sum(result.bases) // result.size
-        rows.append(("each refresh adds: bases", f"{mean:,}", f"{max(result.bases):,}"))
+    for kind in result.refresh[0]:
+        counts = [refresh[kind] for refresh in result.refresh]
+        if any(counts):
+            mean = f"{sum(counts) // len(counts):,}"
+            rows.append((f"each refresh adds: {kind}", mean, f"{max(counts):,}"))
     return _aligned(rows)
 
 

@@ -55,8 +55,10 @@ def _draw_traffic(axis: Any, result: Estimate) -> None:
     most = {kind: max(ordinary[kind] for ordinary in result.ordinary) for kind in KINDS}
     bars = {f"{kind}\neach step": count for kind, count in most.items()}
     bars["factors\neach capture"] = result.capture
-    if any(result.bases):
-        bars["bases\neach refresh"] = max(result.bases)
+    for kind in result.refresh[0]:
+        most_of_kind = max(refresh[kind] for refresh in result.refresh)
+        if most_of_kind:
+            bars[f"{kind}\neach refresh"] = most_of_kind
     _bars(axis, {label: count / _MIB for label, count in bars.items()})
     axis.set(title="sent by the busiest rank", ylabel="MiB")
 

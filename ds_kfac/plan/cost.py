@@ -28,6 +28,15 @@ def refresh_flops(spec: LayerSpec, solver: str) -> float:
     return _REFRESH[solver] * sum(float(n) ** 3 for n in spec.block_sizes)
 
 
+def side_refresh_flops(spec: LayerSpec, solver: str) -> tuple[float, float]:
+    """Operations of one decomposition of A and of G."""
+    a, g = (
+        _REFRESH[solver] * sum(float(block.size) ** 3 for block in blocks)
+        for blocks in (spec.a_blocks, spec.g_blocks)
+    )
+    return a, g
+
+
 def direction_flops(spec: LayerSpec, direction: str, solver: str) -> float:
     """Operations of one direction of a layer."""
     rows, columns = spec.d_out, spec.columns

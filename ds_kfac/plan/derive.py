@@ -9,7 +9,7 @@ from ds_kfac.config import KFACConfig
 from ds_kfac.errors import ConfigError, UnsupportedError
 from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.plan import cost
-from ds_kfac.plan.placement import place, place_in_columns
+from ds_kfac.plan.placement import place, place_in_columns, place_sides
 from ds_kfac.plan.program import Program, build
 from ds_kfac.plan.topology import Layout, WorkerGrid
 
@@ -104,4 +104,8 @@ def derive(
         strategy = "memory" if config.strategy in SHARED else config.strategy
         owners = place(specs, [item.total for item in work], layouts, size=size, strategy=strategy)
     solver = config.resolved_solver
-    return build(specs, layouts, owners, size=size, workers=count, solver=solver)
+    solvers: tuple[tuple[int, int], ...] = ()
+    if config.distribute == "factor" and size > 1:
+        flops = [cost.side_refresh_flops(spec, solver) for spec in specs]
+        solvers = place_sides(flops, owners, size=size)
+    return build(specs, layouts, owners, size=size, workers=count, solver=solver, solvers=solvers)

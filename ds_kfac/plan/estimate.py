@@ -9,12 +9,11 @@ from ds_kfac import schedules
 from ds_kfac.config import KFACConfig
 from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.plan import cost
-from ds_kfac.plan.cost import Work
 from ds_kfac.plan.derive import costs, derive, intervals
 from ds_kfac.plan.memory import RankMemory, moment_count, rank_memory
 from ds_kfac.plan.program import Exchange, Program
 from ds_kfac.plan.topology import Layout
-from ds_kfac.plan.traffic import Wire, basis_bytes, capture_bytes, ordinary_bytes
+from ds_kfac.plan.traffic import Wire, capture_bytes, ordinary_bytes, refresh_bytes
 
 KINDS = ("vote", "scalars", "gradients", "directions")
 STAGES = ("capture", "reduce", "refresh", "sharing", "exchange", "direction")
@@ -70,7 +69,7 @@ class Estimate:
         loads: Operations per step of each rank as an owner.
         ordinary: Bytes that each rank sends in every step, by kind.
         capture: Bytes that every rank sends in addition in a capture step.
-        bases: Bytes of bases that each rank sends in addition in a refresh step.
+        refresh: Bytes that each rank sends in addition in a refresh step, by kind.
         memory: Of each rank.
         stages: Times by stage; empty without a machine.
     """
@@ -80,7 +79,7 @@ class Estimate:
     loads: tuple[float, ...]
     ordinary: tuple[Mapping[str, int], ...]
     capture: int
-    bases: tuple[int, ...]
+    refresh: tuple[Mapping[str, int], ...]
     memory: tuple[RankMemory, ...]
     stages: Mapping[str, Stage]
 
@@ -132,7 +131,7 @@ def estimate(
     program = derive(specs, layouts, config, size=size)
     solver = config.resolved_solver
     ordinary = ordinary_bytes(program, wire)
-    per_capture, per_refresh = capture_bytes(program, wire), basis_bytes(program, wire)
+    per_capture, per_refresh = capture_bytes(program, wire), refresh_bytes(program, wire)
     memory = rank_memory(
         specs,
         program,
@@ -144,15 +143,15 @@ def estimate(
     stages: dict[str, Stage] = {}
     if machine is not None:
         moving = max(counts["gradients"] + counts["directions"] for counts in ordinary)
-        traffic = per_capture, max(per_refresh), moving
-        stages = _stages(specs, program.exchange, config, machine, traffic=traffic)
+        traffic = per_capture, max(sum(counts.values()) for counts in per_refresh), moving
+        stages = _stages(specs, program, config, machine, traffic=traffic)
     return Estimate(
         specs=tuple(specs),
         program=program,
-        loads=tuple(_loads(costs(specs, config), program.exchange)),
+        loads=tuple(_loads(specs, program, config)),
         ordinary=tuple(ordinary),
         capture=per_capture,
-        bases=tuple(per_refresh),
+        refresh=tuple(per_refresh),
         memory=tuple(memory),
         stages=stages,
     )
@@ -160,7 +159,7 @@ def estimate(
 
 def _stages(
     specs: Sequence[LayerSpec],
-    exchange: Exchange,
+    program: Program,
     config: KFACConfig,
     machine: Machine,
     *,
@@ -170,11 +169,13 @@ def _stages(
     fraction = schedules.value_at(config.factor_token_fraction, capture_interval * 10**6)
     rows = -(-machine.rows // max(1, round(1.0 / fraction)))
     solver = config.resolved_solver
-    refresh = [cost.refresh_flops(spec, solver) for spec in specs]
     direction = [cost.direction_flops(spec, config.direction, solver) for spec in specs]
     capture = sum(cost.capture_flops(spec, rows) for spec in specs)
     per_capture, per_refresh, per_step = traffic
-    slowest = max(_by_owner(refresh, exchange)), max(_by_computer(direction, exchange))
+    slowest = (
+        max(_refresh_loads(specs, program, solver)),
+        max(_by_computer(direction, program.exchange)),
+    )
     return {
         "capture": Stage(capture / machine.flops, capture_interval),
         "reduce": Stage(per_capture / machine.bandwidth, capture_interval),
@@ -185,17 +186,22 @@ def _stages(
     }
 
 
-def _loads(work: Sequence[Work], exchange: Exchange) -> list[float]:
+def _loads(specs: Sequence[LayerSpec], program: Program, config: KFACConfig) -> list[float]:
     """Operations per step of each rank."""
-    refresh = _by_owner([item.refresh for item in work], exchange)
-    direction = _by_computer([item.direction for item in work], exchange)
-    return [sum(parts) for parts in zip(refresh, direction, strict=True)]
+    interval = intervals(config)[1]
+    refresh = _refresh_loads(specs, program, config.resolved_solver)
+    direction = _by_computer([item.direction for item in costs(specs, config)], program.exchange)
+    return [r / interval + d for r, d in zip(refresh, direction, strict=True)]
 
 
-def _by_owner(values: Sequence[float], exchange: Exchange) -> list[float]:
+def _refresh_loads(specs: Sequence[LayerSpec], program: Program, solver: str) -> list[float]:
+    """Operations of a refresh on each rank."""
+    exchange = program.exchange
     sums = [0.0] * exchange.size
-    for value, owner in zip(values, exchange.owners, strict=True):
-        sums[owner] += value
+    solvers = program.solvers or [(owner, owner) for owner in exchange.owners]
+    for spec, ranks in zip(specs, solvers, strict=True):
+        for rank, flops in zip(ranks, cost.side_refresh_flops(spec, solver), strict=True):
+            sums[rank] += flops
     return sums
 
 

@@ -30,7 +30,8 @@ class RankMemory:
             from, with ``background_inverse`` from a refresh to the use of its bases.
         replicas: Bases and moments of layers that others own and whose direction is computed
             here, too.
-        sharing: Buffers that bring bases to all who compute with them.
+        sharing: Buffers that bring factors to those who decompose them, and bases to all who
+            compute with them.
     """
 
     factors: int = 0
@@ -148,15 +149,19 @@ def _others_of_column(exchange: Exchange, values: Sequence[int]) -> list[int]:
 
 
 def _sharing_numels(program: Program) -> list[int]:
-    """Bases on their way: a rank's own, those it receives, and the buffers of a round."""
+    """Bases and lent factors on their way: what is sent and received, and buffers of a round."""
     exchange = program.exchange
+    lent = [0] * exchange.size
+    for loan in program.solving:
+        for rank in (loan.owner, loan.solver):
+            lent[rank] += 2 * (loan.factor_numel + loan.basis_numel)
     if exchange.workers == 1:
-        return [0] * exchange.size
+        return lent
     own = program.stream_numels
     piece = [min(numel, program.piece_numel) for numel in own]
     others, pieces = _others_of_column(exchange, own), _others_of_column(exchange, piece)
     return [
-        own[rank] + others[rank] + (exchange.workers - 1) * piece[rank] + pieces[rank]
+        lent[rank] + own[rank] + others[rank] + (exchange.workers - 1) * piece[rank] + pieces[rank]
         for rank in range(exchange.size)
     ]
 

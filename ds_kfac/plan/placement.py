@@ -92,6 +92,29 @@ def place_in_columns(work: Sequence[Work], grid: WorkerGrid) -> tuple[int, ...]:
     return tuple(owners)
 
 
+def place_sides(
+    refresh: Sequence[tuple[float, float]], owners: Sequence[int], *, size: int
+) -> tuple[tuple[int, int], ...]:
+    """Ranks that decompose A and G of each layer: factor-wise distribution.
+
+    Longest processing time first over all sides; among equally loaded ranks the owner, whose
+    factor need not move.
+
+    Args:
+        refresh: Work of a decomposition of A and of G of each layer.
+        owners: Owner of each layer.
+        size: Ranks.
+    """
+    flat = [cost for pair in refresh for cost in pair]
+    solvers = [0] * len(flat)
+    loads = [0.0] * size
+    for index in _by_cost(flat):
+        owner, idlest = owners[index // 2], _argmin(loads)
+        solvers[index] = owner if loads[owner] <= loads[idlest] else idlest
+        loads[solvers[index]] += flat[index]
+    return tuple(zip(solvers[::2], solvers[1::2], strict=True))
+
+
 def _rebalance(
     owners: list[int],
     loads: list[float],

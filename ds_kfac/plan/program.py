@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ds_kfac.layers.blocks import Block
 from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.math.packing import packed_numel
 from ds_kfac.plan.topology import Layout, WorkerGrid
@@ -191,6 +192,27 @@ class ReduceRound:
 
 
 @dataclass(frozen=True)
+class Loan:
+    """One side of a layer that another rank than its owner decomposes.
+
+    Attributes:
+        layer: Index of the layer.
+        side: ``"a"`` or ``"g"``.
+        owner: Rank that has the factor and gets the bases.
+        solver: Rank that decomposes it.
+        factor_numel: Elements of the packed blocks and their shifts.
+        basis_numel: Elements of the bases, flags and means.
+    """
+
+    layer: int
+    side: str
+    owner: int
+    solver: int
+    factor_numel: int
+    basis_numel: int
+
+
+@dataclass(frozen=True)
 class Program:
     """Everything that moves in one data group.
 
@@ -199,11 +221,15 @@ class Program:
         rounds: Statistics.
         basis_numels: Elements of each layer's bases as owners send them to other workers; empty
             where they do not.
+        solvers: Ranks that decompose A and G of each layer; empty where owners do.
+        solving: What owners send to these, and gets back to owners.
     """
 
     exchange: Exchange
     rounds: tuple[ReduceRound, ...]
     basis_numels: tuple[int, ...] = ()
+    solvers: tuple[tuple[int, int], ...] = ()
+    solving: tuple[Loan, ...] = ()
 
     @cached_property
     def stream_numels(self) -> tuple[int, ...]:
@@ -231,6 +257,7 @@ def build(
     size: int,
     workers: int = 1,
     solver: str = "eigen",
+    solvers: Sequence[tuple[int, int]] = (),
 ) -> Program:
     """Derive the program of a data group.
 
@@ -241,6 +268,7 @@ def build(
         size: Ranks in the group.
         workers: Ranks that compute the direction of a layer.
         solver: ``eigen`` or ``cholesky``: what bases consist of.
+        solvers: Ranks that decompose A and G of each layer; empty for owners.
     """
     segments, replicated = [], set()
     for layer, spec in enumerate(specs):
@@ -271,12 +299,28 @@ def build(
         workers,
     )
     bases = [basis_numel(spec, solver) for spec in specs] if workers > 1 else []
-    return Program(exchange, _rounds(specs, owners, size), tuple(bases))
+    loans = [
+        Loan(layer, side, owners[layer], at, *_loan_numels(blocks, solver))
+        for layer, (spec, ranks) in enumerate(zip(specs, solvers, strict=False))
+        for side, blocks, at in zip("ag", (spec.a_blocks, spec.g_blocks), ranks, strict=True)
+        if at != owners[layer]
+    ]
+    rounds = _rounds(specs, owners, size)
+    return Program(exchange, rounds, tuple(bases), tuple(solvers), tuple(loans))
+
+
+def _loan_numels(blocks: Sequence[Block], solver: str) -> tuple[int, int]:
+    sizes = [block.size for block in blocks]
+    return sum(packed_numel(n) + 1 for n in sizes), _basis_numel(sizes, solver)
 
 
 def basis_numel(spec: LayerSpec, solver: str) -> int:
     """Elements of a layer's bases on their way: each block's flag and mean come first."""
-    return sum(2 + n * n + (n if solver == "eigen" else 0) for n in spec.block_sizes)
+    return _basis_numel(spec.block_sizes, solver)
+
+
+def _basis_numel(sizes: Sequence[int], solver: str) -> int:
+    return sum(2 + n * n + (n if solver == "eigen" else 0) for n in sizes)
 
 
 def _source(layout: Layout, owner: int) -> int:

@@ -90,10 +90,27 @@ def capture_bytes(program: Program, wire: Wire) -> int:
     return sum(part.part_numel for part in program.rounds) * others * wire.compute_bytes
 
 
-def basis_bytes(program: Program, wire: Wire) -> list[int]:
-    """Bytes of bases that each rank sends when they have been recomputed (kind bases)."""
+def refresh_bytes(program: Program, wire: Wire) -> list[dict[str, int]]:
+    """Bytes that each rank sends in addition when bases are recomputed, by kind.
+
+    Args:
+        program: The program of the group.
+        wire: How numbers travel.
+
+    Returns:
+        Per rank ``bases``, what owners send to other gradient workers, and ``solving``, factors on
+        their way to whoever decomposes them and bases on their way back.
+    """
     others = program.exchange.workers - 1
-    return [numel * others * wire.compute_bytes for numel in program.stream_numels]
+    solving = [0] * program.exchange.size
+    for loan in program.solving:
+        solving[loan.owner] += loan.factor_numel
+        solving[loan.solver] += loan.basis_numel
+    item = wire.compute_bytes
+    return [
+        {"bases": stream * others * item, "solving": lent * item}
+        for stream, lent in zip(program.stream_numels, solving, strict=True)
+    ]
 
 
 def run_bytes(
@@ -102,7 +119,7 @@ def run_bytes(
     *,
     steps: int,
     captures: int,
-    per_refresh: int = 0,
+    per_refresh: Mapping[str, int] | None = None,
     refreshes: int = 0,
 ) -> dict[str, int]:
     """What a rank's ledger shows after a number of steps, kinds without traffic left out.
@@ -112,10 +129,10 @@ def run_bytes(
         per_capture: :func:`capture_bytes`.
         steps: Steps, captures among them.
         captures: Steps in which statistics were captured.
-        per_refresh: The rank's entry of :func:`basis_bytes`.
+        per_refresh: The rank's entry of :func:`refresh_bytes`.
         refreshes: Steps in which bases were taken into use.
     """
     total = {kind: steps * count for kind, count in ordinary.items()}
     total["factors"] = captures * per_capture
-    total["bases"] = refreshes * per_refresh
+    total |= {kind: refreshes * count for kind, count in (per_refresh or {}).items()}
     return {kind: count for kind, count in sorted(total.items()) if count}

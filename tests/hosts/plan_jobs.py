@@ -108,10 +108,10 @@ def planned(item: Cell, size: int, folder: Path) -> tuple[Estimate, list[dict[st
             result.capture,
             steps=STEPS,
             captures=CAPTURES,
-            per_refresh=bases,
+            per_refresh=refresh,
             refreshes=refreshes,
         )
-        for ordinary, bases in zip(result.ordinary, result.bases, strict=True)
+        for ordinary, refresh in zip(result.ordinary, result.refresh, strict=True)
     ]
     return result, totals
 

@@ -41,6 +41,9 @@ CELLS = [
             ("orthogonal", "communication", True),
         )
     ),
+    cell("0", "ekfac", True, {"strategy": "communication", "distribute": "factor"}),
+    cell("2", "natural", False, {"distribute": "factor"}),
+    cell("3", "orthogonal", True, {"distribute": "factor"}),
     cell("1", "natural", False, extra=zero(parameter_alignment=True)),
     *(
         cell(stage, "natural", True, dtype="bf16", extra=zero(offload_optimizer={"device": "cpu"}))

@@ -97,6 +97,7 @@ SETTINGS: dict[str, dict[str, list[Any]]] = {
         "good": [None],
         "bad": [*_numbers([], [0, -1, 1.5, 2], null=True)["bad"]],
     },
+    "distribute": _choice("layer", "factor"),
     "tensor_parallel": _choice("exact", "block"),
     "max_factor_dim": {
         "good": [1, 2048],

@@ -86,6 +86,12 @@ def test_worker_fraction_belongs_to_hybrid(strategy: str) -> None:
     assert complaint({"strategy": strategy, "grad_worker_fraction": None}) is None
 
 
+def test_factorwise_refreshes_are_waited_for() -> None:
+    text = complaint({"distribute": "factor", "background_inverse": True})
+    assert text is not None and "distribute 'factor' contradicts background_inverse" in text
+    assert complaint({"distribute": "layer", "background_inverse": True}) is None
+
+
 PROBLEMS: dict[str, dict[str, Any]] = {
     "must be a multiple": {"factor_update_steps": 3},
     "works in an eigenbasis": {"direction": "ekfac", "solver": "cholesky"},

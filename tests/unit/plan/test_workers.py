@@ -12,10 +12,10 @@ from ds_kfac.plan.cost import Work
 from ds_kfac.plan.derive import derive, workers
 from ds_kfac.plan.estimate import estimate
 from ds_kfac.plan.memory import layer_state
-from ds_kfac.plan.placement import place_in_columns
+from ds_kfac.plan.placement import place_in_columns, place_sides
 from ds_kfac.plan.program import basis_numel
 from ds_kfac.plan.topology import WorkerGrid
-from ds_kfac.plan.traffic import Wire
+from ds_kfac.plan.traffic import Wire, refresh_bytes
 from tests.unit.plan.cases import REPLICATED, make_spec, sharded
 
 WIRE = Wire(4, 4, 1)
@@ -58,6 +58,40 @@ def test_placement_balances_both_kinds_of_work(
     for column in range(grid.columns):
         shares = [refresh[rank] for rank in grid.column(column)]
         assert max(shares) - min(shares) <= max((item.refresh for item in work), default=0) + 1e-9
+
+
+@given(
+    st.integers(1, 6),
+    st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=20),
+    st.data(),
+)
+def test_sides_are_balanced_over_all_ranks(
+    size: int, costs: list[tuple[float, float]], data: st.DataObject
+) -> None:
+    owners = [data.draw(st.integers(0, size - 1)) for _ in costs]
+    solvers = place_sides(costs, owners, size=size)
+    loads = [0.0] * size
+    for pair, ranks in zip(costs, solvers, strict=True):
+        for cost, rank in zip(pair, ranks, strict=True):
+            loads[rank] += cost
+    largest = max((cost for pair in costs for cost in pair), default=0.0)
+    assert max(loads) - min(loads) <= largest + 1e-9
+
+
+def test_a_lent_side_by_hand() -> None:
+    """The owner of the only layer keeps the larger side and lends the other one."""
+    spec = make_spec(d_out=4, d_in=6, bias=False)
+    layouts = {"fc.weight": REPLICATED}
+    config = KFACConfig(distribute="factor", solver="cholesky")
+    program = derive([spec], layouts, config, size=2)
+    assert program.solvers == ((0, 1),)
+    (loan,) = program.solving
+    assert (loan.side, loan.owner, loan.solver) == ("g", 0, 1)
+    assert (loan.factor_numel, loan.basis_numel) == (10 + 1, 16 + 2)
+    assert refresh_bytes(program, WIRE) == [
+        {"bases": 0, "solving": 44},
+        {"bases": 0, "solving": 72},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +145,7 @@ def test_between_memory_and_communication() -> None:
         if count > 1:
             assert moved == 4 * total * 8 * (8 // count - 1) // (8 // count)
         bases = sum(basis_numel(spec, "eigen") for spec in SPECS) if count > 1 else 0
-        assert sum(result.bases) == 4 * bases * (count - 1)
+        assert sum(r["bases"] for r in result.refresh) == 4 * bases * (count - 1)
         replicas = sum(memory.replicas for memory in result.memory)
         assert replicas == (count - 1) * sum(part[1] + part[2] + 24 for part in one)
         assert sum(memory.factors for memory in result.memory) == sum(part[0] for part in one)
