@@ -34,7 +34,7 @@ setup(
         "hugging_face": HUGGING_FACE,
         "megatron": MEGATRON,
         "plots": PLOTS,
-        "dev": [*DEEPSPEED, *PLOTS, *HUGGING_FACE, *TOOLS],
+        "dev": [*DEEPSPEED, *MEGATRON, *PLOTS, *HUGGING_FACE, *TOOLS],
     },
     entry_points={"console_scripts": ["ds-kfac = ds_kfac.cli.__main__:main"]},
     classifiers=[
