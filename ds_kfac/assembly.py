@@ -112,6 +112,8 @@ class Assembly:
         is_stage: The model is one stage of a pipeline.
         uncounted: Layers that another rank of the model counts as its own: with
             ``tensor_parallel: "block"``, what is whole on every tensor rank.
+        token_sides: Layers with a side (``"a"`` or ``"g"``) whose sums cover this rank's own
+            tokens only and have to be added up over the tensor group.
     """
 
     layers: LayerTable
@@ -123,6 +125,7 @@ class Assembly:
     stored_dtype: torch.dtype
     is_stage: bool
     uncounted: frozenset[str] = frozenset()
+    token_sides: Mapping[str, str] = field(default_factory=dict)
 
 
 def assemble(host: Host, config: KFACConfig, comms: Communicators) -> Assembly:
@@ -153,7 +156,9 @@ def assemble(host: Host, config: KFACConfig, comms: Communicators) -> Assembly:
     experts = _experts(host)
     uncounted: frozenset[str] = frozenset()
     if tensor is not None and tensor.blocks and tensor.rank > 0:
-        uncounted = frozenset(s.name for s in layers.layers if s.name not in tensor.modules)
+        # Experts are no copies: every tensor rank has its own.
+        whole = (spec.name for spec in layers.layers if spec.name not in tensor.modules)
+        uncounted = frozenset(name for name in whole if enclosing(name, experts) is None)
     return Assembly(
         layers=layers,
         partitions=_partitions(host, config, _split(layers, experts, comms), comms),
@@ -166,7 +171,20 @@ def assemble(host: Host, config: KFACConfig, comms: Communicators) -> Assembly:
         stored_dtype=stored,
         is_stage=_excluded(host) is not None,
         uncounted=uncounted,
+        token_sides=_token_sides(layers, tensor),
     )
+
+
+def _token_sides(layers: LayerTable, tensor: TensorCut | None) -> dict[str, str]:
+    """Sides that no exchange of rows completes, because shards are layers of their own."""
+    if tensor is None or not tensor.blocks:
+        return {}
+    cut = {spec.name: tensor.modules.get(spec.name) for spec in layers.layers}
+    return {
+        name: "a" if shards.rows else "g"
+        for name, shards in cut.items()
+        if shards is not None and shards.tokens
+    }
 
 
 def _split(

@@ -31,6 +31,7 @@ from ds_kfac.assembly import Communicators, assemble
 from ds_kfac.capture.experts import TokenMasks, watch_experts
 from ds_kfac.capture.hooks import install
 from ds_kfac.capture.session import CaptureSession, Pending, packer
+from ds_kfac.capture.tokens import add_up_tokens
 from ds_kfac.checkpoint.stateful import Stateful
 from ds_kfac.comm.guard import Guard
 from ds_kfac.comm.ledger import Ledger
@@ -74,13 +75,14 @@ class KFAC(Stateful):
         comms = Communicators.of(
             host.groups, self._ledger, blocks=config.tensor_parallel == "block"
         )
-        self._work, self._model = comms.work, comms.model
+        self._work, self._model, self._tensor = comms.work, comms.model, comms.tensor
         self._grad_norm: Tensor | None = None
         self._kl_scale: Tensor | None = None
         self._guard = Guard()
         self._on_detach: list[Callable[[], None]] = []
         parts = assemble(host, config, comms)
         self._layers, self._device = parts.layers, parts.device
+        self._token_sides = parts.token_sides
         self._stored_names = parts.stored_names
         momentum = resolve_momentum(config, own_optimizer=own_optimizer)
         self._partitions = [
@@ -255,6 +257,10 @@ class KFAC(Stateful):
         """Forget what was captured: the host dropped the step before ds_kfac saw it."""
         self.after_step(applied=False)
 
+    def rescale_statistics(self, factor: float) -> None:
+        """Multiply the step's output gradients by what hooks could not know yet."""
+        self._session.rescale_gradients(factor)
+
     def discard_statistics(self) -> None:
         """Forget what was captured so far in this step: its gradients are thrown away."""
         self._session.discard()
@@ -299,6 +305,9 @@ class KFAC(Stateful):
 
     def _update_curvature(self, pending: dict[str, Pending]) -> None:
         step = self.counters.steps
+        if self._token_sides and schedules.is_due(self.config.factor_update_steps, step):
+            like = torch.empty(0, device=self._device, dtype=self._session.dtype)
+            add_up_tokens(pending, self._layers.layers, self._token_sides, self._tensor, like=like)
         for partition in self._partitions:
             pack = packer(pending, partition.layers)
             first = self.counters.refreshes == 0

@@ -19,6 +19,10 @@ from torch.utils.hooks import RemovableHandle
 from ds_kfac.capture.passes import Reach, current_pass, reach
 from ds_kfac.capture.session import CaptureSession, InputSums
 from ds_kfac.errors import ConfigError
+from ds_kfac.layers.kinds import KINDS, LayerKind
+
+_INPUTS = ("input", "x", "input_")
+"""Names of the input of torch's, transformers' and Megatron's layers."""
 
 
 def install(
@@ -107,13 +111,13 @@ class _Observer:
 
     def __init__(
         self,
-        hook: Callable[..., Tensor | None] | None = None,
+        hook: Callable[..., Any] | None = None,
         session: CaptureSession | None = None,
     ) -> None:
         self._hook = hook
         self.session = session
 
-    def __call__(self, *args: Any) -> Tensor | None:
+    def __call__(self, *args: Any) -> Any:
         return None if self._hook is None else self._hook(*args)
 
     def __reduce__(self) -> tuple[type[_Observer], tuple[()]]:
@@ -126,19 +130,21 @@ def _forward_hook(
     session: CaptureSession,
     output_scale: Callable[[], float],
     gradients_stay: bool,
-) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Tensor], Tensor | None]:
-    def hook(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> Tensor | None:
+) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         # Replicas and shallow copies of the module share this function but are other modules.
         if module is not attached or not session.active or not module.training:
             return None
         if not torch.is_grad_enabled():
             return None
         try:
+            rest: tuple[Any, ...] | None = None
+            if isinstance(output, tuple) and KINDS[session.specs[name].kind].returns_tuple:
+                output, *others = output
+                rest = tuple(others)
             if not _has_gradient(name, module, output):
                 return None
-            x: Tensor = args[0] if args else kwargs["input" if "input" in kwargs else "x"]
+            x: Tensor = args[0] if args else next(kwargs[k] for k in _INPUTS if k in kwargs)
             with torch.no_grad():
                 mask = session.masks.of(name)
                 skips = session.skips_rows is not None and session.skips_rows()
@@ -148,7 +154,7 @@ def _forward_hook(
                 name, session, module, source, output_scale, output.shape, gradients_stay, mask
             )
             target.register_hook(gradient_hook)  # type: ignore[no-untyped-call]
-            return replacement
+            return replacement if replacement is None or rest is None else (replacement, *rest)
         except Exception as error:
             session.error = session.error or error
             return None
@@ -244,7 +250,7 @@ def _keep_or_reduce(
     Autograd keeps a layer's input for the weight's gradient anyway, so holding it costs no
     memory and spares a [d_in, d_in] buffer per call in flight.
     """
-    if not _kept_by_autograd(module, x):
+    if not _kept_by_autograd(KINDS[session.specs[name].kind], module, x):
         try:
             # Whoever asks adds to what it gets, and a retained graph asks once per backward.
             return session.input_sums(name, module, x, mask).copy
@@ -279,7 +285,7 @@ def _failing(error: Exception) -> Callable[[], InputSums]:
     return fail
 
 
-def _kept_by_autograd(module: nn.Module, x: Tensor) -> bool:
+def _kept_by_autograd(kind: LayerKind, module: nn.Module, x: Tensor) -> bool:
     """Whether autograd itself holds this input, unchanged, until the layer's backward.
 
     Not so when something sits between: saved-tensor hooks (non-reentrant checkpointing,
@@ -291,7 +297,7 @@ def _kept_by_autograd(module: nn.Module, x: Tensor) -> bool:
         return False
     if torch.is_autocast_enabled(x.device.type):
         return False
-    if getattr(module, "padding_mode", "zeros") != "zeros":
+    if getattr(module, "padding_mode", "zeros") != "zeros" or not kind.keeps_input(module):
         return False
     # Private, and absent in older releases: then the input is reduced at once, which is right
     # under any hooks.

@@ -32,6 +32,30 @@ class RowSharing:
         """Whether this rank counts the call, which all tensor ranks see."""
         return self._comm.rank == 0
 
+    def of_call(
+        self, rows: Tensor, shards: Shards | None, side: str, sample: slice
+    ) -> tuple[Tensor, int | None]:
+        """What of a call this rank works on. A collective on the side that is cut.
+
+        Args:
+            rows: ``[T, features]``, one side of the call as hooks see it.
+            shards: How the layer is cut.
+            side: ``"a"`` for inputs, ``"g"`` for output gradients.
+            sample: Rows that are used.
+
+        Returns:
+            Its rows with all features, and how many rows of the call it counts: None where
+            another rank does.
+        """
+        missing = shards is not None and shards.missing_side == side
+        if shards is not None and shards.tokens:
+            # Rows are shared out already where features are whole; samples of shares are the
+            # same rows on both sides.
+            mine = self.take(rows, shards) if missing else rows
+            return mine[sample], mine.shape[0]
+        used = self.take(rows[sample], shards if missing else None)
+        return used, rows.shape[0] if self.counts else None
+
     def take(self, rows: Tensor, shards: Shards | None) -> Tensor:
         """This rank's share of a call's rows, all features. A collective with ``shards``.
 

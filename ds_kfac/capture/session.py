@@ -18,7 +18,6 @@ from ds_kfac.capture.experts import TokenMasks, keep_tokens
 from ds_kfac.capture.passes import GradientMarks
 from ds_kfac.capture.rows import RowSharing
 from ds_kfac.layers.kinds import KINDS
-from ds_kfac.layers.shards import Shards
 from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.math.moments import add_outer_blocks_
 from ds_kfac.math.packing import pack_upper
@@ -275,7 +274,7 @@ class CaptureSession:
         add_outer_blocks_(blocks, used, bounds=spec.a_blocks, bias=spec.bias is not None)
         if mask is None:
             return InputSums(blocks, used.shape[0], seen)
-        count = mask[self.offset :: self.stride].sum()
+        count = mask[self._sample].sum()
         if spec.bias is not None:
             blocks[-1][-1, -1].copy_(count)  # the constant of padding is not there either
         return InputSums(blocks, count, seen)
@@ -286,11 +285,10 @@ class CaptureSession:
         """The rows of a call's input that this rank works on, and how many it stands for."""
         spec = self.specs[name]
         rows = KINDS[spec.kind].input_rows(module, x.detach(), self._weight_sharing(mask))
-        seen: Count = rows.shape[0]
-        if mask is not None:
-            rows, seen = keep_tokens(name, rows, mask), mask.sum()
-        used = self.sharing.take(rows[self.offset :: self.stride], _cut(spec, "a"))
-        return used, seen if self.sharing.counts else 0
+        if mask is not None:  # experts have tokens of their own, whatever others share
+            return keep_tokens(name, rows, mask)[self._sample], mask.sum()
+        used, seen = self.sharing.of_call(rows, spec.shards, "a", self._sample)
+        return used, seen or 0
 
     def gradient_rows(
         self, name: str, module: nn.Module, g: Tensor, mask: Tensor | None = None
@@ -307,11 +305,10 @@ class CaptureSession:
         kind, sharing = KINDS[spec.kind], self._weight_sharing(mask)
         self.saw_half = self.saw_half or g.dtype == torch.float16
         rows = kind.gradient_rows(module, g.detach(), sharing)
-        terms: Count = kind.loss_terms(g, rows.shape[0], sharing)
         if mask is not None:
-            rows, terms = keep_tokens(name, rows, mask), mask.sum()
-        used = self.sharing.take(rows[self.offset :: self.stride], _cut(spec, "g"))
-        return GradientRows(used, terms if self.sharing.counts else 0)
+            return GradientRows(keep_tokens(name, rows, mask)[self._sample], mask.sum())
+        used, seen = self.sharing.of_call(rows, spec.shards, "g", self._sample)
+        return GradientRows(used, 0 if seen is None else kind.loss_terms(g, seen, sharing))
 
     def add(
         self,
@@ -369,12 +366,16 @@ class CaptureSession:
         seen, counted = self.unused.get(name, (0, 0))
         self.unused[name] = seen + rows, counted + terms
 
+    def rescale_gradients(self, factor: float) -> None:
+        """Multiply all output gradients of the step, whose final scale is known now."""
+        for sums in self.pending.values():
+            torch._foreach_mul_(sums.g, factor * factor)
+
+    @property
+    def _sample(self) -> slice:
+        """Rows of a call that are used."""
+        return slice(self.offset, None, self.stride)
+
     def _weight_sharing(self, mask: Tensor | None) -> str:
         """Slots of an expert are no sequence: each token is a row of its own."""
         return self.weight_sharing if mask is None else "expand"
-
-
-def _cut(spec: LayerSpec, side: str) -> Shards | None:
-    """How a side's features are cut in what hooks see of it."""
-    shards = spec.shards
-    return shards if shards is not None and shards.missing_side == side else None

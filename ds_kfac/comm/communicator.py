@@ -14,6 +14,9 @@ from torch import Tensor
 from ds_kfac.comm.ledger import Ledger
 from ds_kfac.plan.topology import Topology
 
+_SCALAR_BYTES = 8
+"""One integer or one fp64 number: that is all that most all-reduces move."""
+
 
 class Communicator:
     """One process group, handed over by the host.
@@ -39,9 +42,9 @@ class Communicator:
         """This rank's index in the group."""
         return self.topology.rank
 
-    def sum_(self, values: Tensor, kind: str) -> Tensor:
-        """All-reduce a small tensor in place (sum)."""
-        return self._all_reduce_(values, kind, dist.ReduceOp.SUM)
+    def sum_(self, values: Tensor, kind: str, planned_bytes: int = _SCALAR_BYTES) -> Tensor:
+        """All-reduce a tensor in place (sum): one fp64 number, if its size is not planned."""
+        return self._all_reduce_(values, kind, dist.ReduceOp.SUM, planned_bytes)
 
     def max_(self, values: Tensor, kind: str) -> Tensor:
         """All-reduce integers in place (max).
@@ -107,11 +110,12 @@ class Communicator:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def _all_reduce_(self, values: Tensor, kind: str, op: Any) -> Tensor:
+    def _all_reduce_(
+        self, values: Tensor, kind: str, op: Any, planned_bytes: int = _SCALAR_BYTES
+    ) -> Tensor:
         if self.size > 1:
             dist.all_reduce(values, op=op, group=self._group)
             share = values.numel() * values.element_size() * (self.size - 1)
             self.ledger.record(kind, 2 * share // self.size)
-            # One integer or one fp64 number, eight bytes: that is all that is ever all-reduced.
-            self.ledger.plan(kind, 2 * 8 * (self.size - 1) // self.size)
+            self.ledger.plan(kind, 2 * planned_bytes * (self.size - 1) // self.size)
         return values

@@ -81,7 +81,7 @@ def discover(
 
 def _kind(name: str, module: nn.Module, tensor: TensorCut | None) -> LayerKind | None:
     # What is left of a cut layer is a matrix product, whatever its class.
-    return KINDS["linear"] if tensor and name in tensor.modules else kind_of(module)
+    return kind_of(module) or (KINDS["linear"] if tensor and name in tensor.modules else None)
 
 
 def _is_missed(

@@ -28,8 +28,17 @@ class LayerKind(Protocol):
         """Key of the kind in layer tables."""
         ...
 
+    @property
+    def returns_tuple(self) -> bool:
+        """Whether a call returns its output with something behind it."""
+        ...
+
     def dims(self, module: nn.Module) -> tuple[int, int]:
         """``(d_out, d_in)`` of the matrix view without bias."""
+        ...
+
+    def keeps_input(self, module: nn.Module) -> bool:
+        """Whether the input of a call stays as it is until its gradient arrives."""
         ...
 
     def refusal(self, module: nn.Module) -> str | None:
@@ -66,6 +75,11 @@ class LinearKind:
     """``nn.Linear``: weight ``[out, in]``, features last."""
 
     name: str = "linear"
+    returns_tuple: bool = False
+
+    def keeps_input(self, module: nn.Module) -> bool:
+        """Autograd keeps it for the weight's gradient."""
+        return True
 
     def dims(self, module: nn.Module) -> tuple[int, int]:
         """``(out_features, in_features)``, from the module: under ZeRO-3 weights are empty."""
@@ -135,10 +149,41 @@ class TransposedLinearKind(LinearKind):
 
 
 @dataclass(frozen=True)
+class ParallelLinearKind(LinearKind):
+    """megatron-core's ``ColumnParallelLinear`` and ``RowParallelLinear``.
+
+    They return ``(output, bias)``, where the bias is None unless the caller is to add it: either
+    way its gradient is that of the output.
+    """
+
+    name: str = "parallel_linear"
+    returns_tuple: bool = True
+
+    def dims(self, module: nn.Module) -> tuple[int, int]:
+        """``(out, in)`` of this rank's shard."""
+        weight = module._parameters["weight"]
+        assert weight is not None
+        return weight.shape[0], weight.shape[1]
+
+    def keeps_input(self, module: nn.Module) -> bool:
+        """Unless Megatron empties it, to compute it again in the backward pass."""
+        config = getattr(module, "config", None)
+        if getattr(config, "recompute_granularity", None) != "selective":
+            return True
+        # Their outputs are dropped, and come back at a moment that depends on the module.
+        return set(getattr(config, "recompute_modules", None) or ()) <= {"core_attn", "mlp", "moe"}
+
+
+@dataclass(frozen=True)
 class Conv2dKind:
     """``nn.Conv2d`` without groups, any stride, padding (also modes) and dilation."""
 
     name: str = "conv2d"
+    returns_tuple: bool = False
+
+    def keeps_input(self, module: nn.Module) -> bool:
+        """Autograd keeps it for the weight's gradient."""
+        return True
 
     def dims(self, module: nn.Module) -> tuple[int, int]:
         """``(out_channels, in_channels * kernel_height * kernel_width)``."""
@@ -194,7 +239,8 @@ class Conv2dKind:
 
 
 _LINEAR, _CONV1D, _CONV2D = LinearKind(), TransposedLinearKind(), Conv2dKind()
-KINDS: dict[str, LayerKind] = {kind.name: kind for kind in (_LINEAR, _CONV1D, _CONV2D)}
+_PARALLEL = ParallelLinearKind()
+KINDS: dict[str, LayerKind] = {kind.name: kind for kind in (_LINEAR, _CONV1D, _CONV2D, _PARALLEL)}
 
 
 def kind_of(module: nn.Module) -> LayerKind | None:
@@ -205,7 +251,18 @@ def kind_of(module: nn.Module) -> LayerKind | None:
         return _CONV2D
     if _is_hugging_face_conv1d(module):
         return _CONV1D
+    if _is_parallel_linear(module):
+        return _PARALLEL
     return None
+
+
+def _is_parallel_linear(module: nn.Module) -> bool:
+    # By name, so that megatron-core need not be installed; a subclass may compute anything.
+    cls = type(module)
+    return cls.__module__ == "megatron.core.tensor_parallel.layers" and cls.__name__ in (
+        "ColumnParallelLinear",
+        "RowParallelLinear",
+    )
 
 
 _FORWARDS = {nn.Linear: ("forward",), nn.Conv2d: ("forward", "_conv_forward")}

@@ -26,6 +26,8 @@ class Shards:
             fused matrices has several ranges; it may also have none.
         whole: Inputs and outputs of the module are whole on every rank: it gathers or cuts
             them itself.
+        tokens: On the side whose features are whole every rank has its own, equal share of the
+            rows, in the order of the ranks (sequence parallel).
     """
 
     d_out: int
@@ -33,6 +35,7 @@ class Shards:
     rows: bool
     ranges: tuple[Ranges, ...]
     whole: bool = False
+    tokens: bool = False
 
     @property
     def size(self) -> int:
