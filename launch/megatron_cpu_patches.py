@@ -1,5 +1,6 @@
 """What megatron-core leaves to Transformer Engine or Apex and the CPU has to do without them."""
 
+import contextlib
 import types
 from typing import Any
 
@@ -111,6 +112,12 @@ def _define_missing_names() -> None:
     if not hasattr(parallel_random, "FP8GlobalStateManager"):
         never = types.SimpleNamespace(is_fp8_enabled=lambda: False)
         parallel_random.FP8GlobalStateManager = never
+        parallel_random.activation_recompute_forward = _nothing_around
+        parallel_random.fp8_autocast = _nothing_around
+
+
+def _nothing_around(*args: Any, **kwargs: Any) -> Any:
+    return contextlib.nullcontext()
 
 
 def _keep_splits_on_cpu() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tests.hosts import megatron_model as models
 from tests.hosts.megatron_model import Cell, Shard
+
+MAX_ATTEMPTS = 60
 
 __all__ = ["Cell", "Report", "train"]
 
@@ -47,8 +48,8 @@ def train(rank: int, world_size: int, cell: Cell) -> Report:
     """All steps of a cell."""
     training, kfac = start(cell)
     scales = []
-    for step in range(cell.steps):
-        models.train_step(training, step)
+    while training.applied.count(True) < cell.steps and len(training.applied) < MAX_ATTEMPTS:
+        models.train_step(training, training.applied.count(True))
         if kfac is not None:
             scales.append(kfac.metrics().get("kl_scale", 1.0))
     report = Report(training.losses, training.norms, training.applied, models.weights(training))
@@ -89,3 +90,67 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
         gap = (found[name].double() - value.double()).abs().max()
         worst = max(worst, float(gap / value.double().abs().max().clamp(min=1e-6)))
     return worst
+
+
+def repeat(rank: int, world_size: int, cell: Cell) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights with every batch run once, and with every batch run twice."""
+    found = []
+    for passes in (1, 2):
+        training, _ = start(cell)
+        for step in range(cell.steps):
+            for _ in range(passes - 1):
+                models.forward_backward(training, step)
+            models.train_step(training, step)
+        found.append({name: value for name, (value, _) in models.weights(training).items()})
+    return found[0], found[1]
+
+
+def poisoned(rank: int, world_size: int, cell: Cell) -> dict[str, Any]:
+    """Three steps, in the second of which the first rank's gradient is not finite."""
+    training, kfac = start(cell)
+    models.train_step(training, 0)
+    models.forward_backward(training, 1)
+    before = {name: value for name, (value, _) in models.weights(training).items()}
+    if rank == 0:
+        next(training.chunks[0].parameters()).main_grad.view(-1)[3] = float("nan")
+    applied, norm, _ = training.optimizer.step()
+    after = {name: value for name, (value, _) in models.weights(training).items()}
+    training.applied.append(bool(applied))
+    models.train_step(training, 1)
+    return {
+        "applied": training.applied,
+        "metrics": kfac.metrics(),
+        "unchanged": norm is None and all(before[name].equal(after[name]) for name in before),
+    }
+
+
+def detached(rank: int, world_size: int, cell: Cell) -> tuple[list[Any], list[Any], list[str]]:
+    """Losses and norms after detaching, those without K-FAC, and what detaching has left."""
+    training, kfac = start(cell)
+    names = [set(item.__dict__) for item in (training.optimizer, training.chunks[0])]
+    kfac.detach()
+    plain = models.build(replace(cell, kfac=None))
+    clean = [set(item.__dict__) for item in (plain.optimizer, plain.chunks[0])]
+    left = [set(item.__dict__) for item in (training.optimizer, training.chunks[0])]
+    assert names != left
+    leftovers = [key for a, b in zip(left, clean, strict=True) for key in a - b]
+    leftovers += [
+        name
+        for name, module in training.chunks[0].named_modules()
+        if len(module._forward_hooks) != 0 and name.endswith(("linear_fc1", "linear_qkv"))
+    ]
+    runs = []
+    for each in (training, plain):
+        for step in range(cell.steps):
+            models.train_step(each, step)
+        runs.append([each.losses, each.norms])
+    return runs[0], runs[1], leftovers
+
+
+def losses_of(rank: int, world_size: int, cell: Cell) -> tuple[list[float], list[float | None]]:
+    """Losses and norms where attaching may give nothing."""
+    training, kfac = start(cell)
+    assert kfac is None
+    for step in range(cell.steps):
+        models.train_step(training, step)
+    return training.losses, training.norms

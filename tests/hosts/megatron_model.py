@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 from launch import megatron_cpu
 
+# Where a gradient is near zero Adam's direction is its sign: rounding errors would be all of it.
+ADAM_EPS, WEIGHT_DECAY = 0.3, 0.01
 VOCAB, HIDDEN, FFN, HEADS, SEQUENCE, BATCH = 32, 16, 24, 4, 8, 8
+EXPERTS = 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -38,6 +41,7 @@ class Cell:
         tied: Embedding and output layer share their weight.
         dtype: ``fp32``, ``bf16`` or ``fp16``.
         distributed: Megatron's distributed optimizer.
+        instances: Instances of the distributed optimizer.
         overlap: Gradients are reduced, and parameters gathered, during the passes.
         optimizer: ``adam`` or ``sgd``.
         clip: ``clip_grad``.
@@ -63,13 +67,14 @@ class Cell:
     tied: bool = False
     dtype: str = "fp32"
     distributed: bool = False
+    instances: int = 1
     overlap: bool = False
     optimizer: str = "sgd"
     clip: float = 0.0
     per_token: bool = False
     recompute: str = ""
     steps: int = 3
-    lr: float = 0.05
+    lr: float = 0.02
     scale: float = 64.0
     micro: int = 2
     freeze: tuple[str, ...] = ()
@@ -112,6 +117,7 @@ def build(cell: Cell) -> Training:
         cell.vp or None,
         context_parallel_size=cell.cp,
         expert_model_parallel_size=cell.ep,
+        num_distributed_optimizer_instances=cell.instances,
         **expert_tensor,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -161,7 +167,7 @@ def _config(cell: Cell) -> Any:
         }
     if cell.model == "moe":
         options |= {
-            "num_moe_experts": 4,
+            "num_moe_experts": EXPERTS,
             "moe_router_topk": 2,
             "moe_token_dispatcher_type": "alltoall",
             "moe_router_load_balancing_type": "none",
@@ -205,8 +211,9 @@ def _chunk(cell: Cell, config: Any, index: int) -> nn.Module:
         model.vp_stage = index
     with torch.no_grad():
         for name, param in model.named_parameters():
-            shared = cell.tied and name == "output_layer.weight"  # the last stage's copy
-            whole = global_name(model, "embedding.word_embeddings.weight" if shared else name)
+            whole = global_name(model, name)
+            if cell.tied and whole == "output_layer.weight":  # the last stage's copy
+                whole = "embedding.word_embeddings.weight"
             param.copy_(Shard.of(model, name, param).take(initial(whole, param, model, name)))
             param.requires_grad_(not any(part in whole for part in cell.freeze))
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
@@ -218,6 +225,7 @@ def _wrapped(cell: Cell, config: Any, chunks: list[nn.Module]) -> list[Any]:
 
     options = DistributedDataParallelConfig(
         use_distributed_optimizer=cell.distributed,
+        num_distributed_optimizer_instances=cell.instances,
         overlap_grad_reduce=cell.overlap,
         overlap_param_gather=cell.overlap and cell.distributed,
         grad_reduce_in_fp32=True,
@@ -236,7 +244,7 @@ def _optimizer(cell: Cell, chunks: list[Any]) -> Any:
         optimizer=cell.optimizer,
         lr=cell.lr,
         min_lr=cell.lr,
-        weight_decay=0.01,
+        weight_decay=WEIGHT_DECAY,
         bf16=cell.dtype == "bf16",
         fp16=cell.dtype == "fp16",
         params_dtype=DTYPES[cell.dtype],
@@ -244,6 +252,7 @@ def _optimizer(cell: Cell, chunks: list[Any]) -> Any:
         overlap_param_gather=cell.overlap and cell.distributed,
         clip_grad=cell.clip,
         sgd_momentum=0.0,
+        adam_eps=ADAM_EPS,
         loss_scale=cell.scale or None,
         initial_loss_scale=2.0**32,
         loss_scale_window=2,
@@ -337,6 +346,8 @@ def value_of(name: str, shape: list[int]) -> Tensor:
     """Random numbers that depend on a parameter's name."""
     seed = int(hashlib.md5(name.encode()).hexdigest()[:8], 16)
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    if "router" in name:
+        return 0.05 * noise  # every expert gets some tokens
     if len(shape) > 1:
         return 0.2 * noise
     return 0.05 * noise + float("layernorm" in name and name.endswith("weight"))
@@ -418,13 +429,17 @@ def train_step(training: Training, step: int) -> None:
 def weights(training: Training) -> dict[str, tuple[Tensor, Shard]]:
     """This rank's parameters by their names in the whole model, as the optimizer has them."""
     found = {}
+    if training.cell.overlap and training.cell.distributed:
+        for chunk in training.chunks:  # the next forward pass would wait for them
+            chunk.start_param_sync(force_sync=True)
     masters = _masters(training.optimizer)
     for chunk in training.chunks:
         model = bare(chunk)
         for name, param in model.named_parameters():
             shard = Shard.of(model, name, param)
             value = masters.get(id(param), param).detach().clone()
-            found[global_name(model, name)] = (value, shard)
+            if not getattr(param, "shared", False):
+                found[global_name(model, name)] = (value, shard)
     return found
 
 

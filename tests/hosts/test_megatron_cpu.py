@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,12 +23,8 @@ def train(rank: int, world_size: int, cell: models.Cell) -> tuple[list[float], A
     return training.losses, models.weights(training)
 
 
-def test_a_tiny_gpt_trains() -> None:
-    pool = World(1)  # of its own: what makes megatron run on a CPU changes torch
-    try:
-        ((losses, weights),) = pool.run(train, models.Cell(steps=2))
-    finally:
-        pool.close()
+def test_a_tiny_gpt_trains(megatron_world: Callable[[int], World]) -> None:
+    ((losses, weights),) = megatron_world(1).run(train, models.Cell(steps=2))
     assert len(losses) == 2
     assert all(torch.tensor(losses).isfinite())
     assert "decoder.layers.1.mlp.linear_fc2.weight" in weights
