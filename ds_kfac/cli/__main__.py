@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from ds_kfac import __version__
-from ds_kfac.cli import plan_arguments
+from ds_kfac.cli import doctor, plan_arguments
 from ds_kfac.config import schema
 from ds_kfac.errors import KFACError
 
@@ -39,13 +39,18 @@ def main(arguments: list[str] | None = None) -> int:
     )
     plan_arguments.add_arguments(plan)
     plan.set_defaults(run=_plan, failed=WRONG_ARGUMENTS)
+    examine = commands.add_parser("doctor", help="check this machine, with a dry run")
+    doctor.add_arguments(examine)
+    examine.set_defaults(run=doctor.report)
     options = parser.parse_args(arguments)
     try:
-        sys.stdout.write(options.run(options))
+        done: str | tuple[str, int] = options.run(options)
     except KFACError as error:
         sys.stderr.write(f"{error}\n")
         return int(getattr(options, "failed", 1))
-    return 0
+    text, code = (done, 0) if isinstance(done, str) else done
+    sys.stdout.write(text)
+    return code
 
 
 def _schema(options: argparse.Namespace) -> str:
