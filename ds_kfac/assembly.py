@@ -11,6 +11,7 @@ import torch
 from ds_kfac.capture.rows import RowSharing
 from ds_kfac.comm.communicator import Communicator
 from ds_kfac.comm.ledger import Ledger
+from ds_kfac.comm.progress import Progress
 from ds_kfac.comm.vote import agree, raise_everywhere, together
 from ds_kfac.config import KFACConfig
 from ds_kfac.errors import DistributedError
@@ -46,23 +47,28 @@ class Communicators:
     experts: Mapping[str, Communicator] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, groups: Groups, ledger: Ledger, *, blocks: bool) -> Communicators:
+    def of(
+        cls, groups: Groups, ledger: Ledger, progress: Progress, *, blocks: bool
+    ) -> Communicators:
         """Communicators of a host.
 
         Args:
             groups: Its process groups.
             ledger: Counts what is sent.
+            progress: Notes where this rank is.
             blocks: Every tensor rank's shards are layers of their own.
         """
-        data = Communicator(groups.data, ledger)
-        tensor = Communicator(groups.tensor, ledger)
+        data = Communicator(groups.data, ledger, progress)
+        tensor = Communicator(groups.tensor, ledger, progress)
         shared = tensor.size > 1 and not blocks
         return cls(
             data=data,
-            model=Communicator(groups.model or groups.data, ledger),
+            model=Communicator(groups.model or groups.data, ledger, progress),
             tensor=tensor,
-            work=Communicator(groups.work, ledger) if shared else data,
-            experts={key: Communicator(group, ledger) for key, group in groups.experts.items()},
+            work=Communicator(groups.work, ledger, progress) if shared else data,
+            experts={
+                key: Communicator(group, ledger, progress) for key, group in groups.experts.items()
+            },
         )
 
     @property

@@ -103,6 +103,8 @@ class KFACConfig(BaseModel):
         inverse_device: ``cpu`` decomposes on the host processor.
         max_failures: Consecutive failed decompositions of a block before all ranks stop.
         on_nonfinite: ``skip`` drops a step with NaN or Inf everywhere; ``raise`` stops.
+        watchdog_timeout: Seconds that a rank waits for others before the job ends with their
+            names; 0 is off, null is 80 % of the process group's own timeout.
         resume: Load K-FAC state from checkpoints that have it (``auto``), insist on it
             (``require``), or start anew (``fresh``).
     """
@@ -165,6 +167,9 @@ class KFACConfig(BaseModel):
     inverse_device: Literal["auto", "cpu"] = "auto"
     max_failures: Annotated[StrictInt, _expected("a whole number >= 0", ge=0)] = 3
     on_nonfinite: Literal["skip", "raise"] = "skip"
+    watchdog_timeout: Annotated[
+        Number | None, _expected("a number of seconds in [0, 1e9], or null", ge=0, le=1e9)
+    ] = None
     resume: Literal["auto", "require", "fresh"] = "auto"
 
     def __init__(self, **data: Any) -> None:

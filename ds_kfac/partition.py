@@ -67,6 +67,7 @@ class Partition:
         self._config = config
         self._guard = guard
         self._device, self._dtype = assembly.device, assembly.dtype
+        self._names = [spec.name for spec in plan.layers]
         self.exchange = GradientExchange(
             plan.program.exchange,
             plan.communicator,
@@ -77,6 +78,7 @@ class Partition:
         )
         self._begun: int | None = None
         self._bases = self._sharing(plan.program.basis_numels, "bases")
+        self._owned = [self._names[layer] for layer in self.exchange.owned]
         self.owner = Owner(
             plan.layers,
             self.exchange.owned,
@@ -181,6 +183,7 @@ class Partition:
                 lambda item, out: self._guard.run(lambda: pack(item, out)),
                 dtype=self._dtype,
                 device=self._device,
+                names=self._names,
             )
             self._guard.run(lambda: self.owner.fold(sums, step=number))
         return self._update_bases(number, first=first)
@@ -192,6 +195,7 @@ class Partition:
             self._begun, changed = None, True
         self._guard.run(lambda: owner.swap(step=number))
         if schedules.is_due(self._config.inv_update_steps, number):
+            self.communicator.progress.at("bases", self._owned)
             at_once = first or not self._config.background_inverse
             if self.factorwise is not None:
                 blocks = self.factorwise.refresh(number)
@@ -214,7 +218,9 @@ class Partition:
             number: Applied-step counter.
             clip: Clips the raw gradient; None leaves it as it is.
         """
+        self.communicator.progress.at("gradients to owners", self._names)
         flats = self.exchange.to_owners(step.gradients.views)
+        self.communicator.progress.at("directions", self._owned)
         result = self._guard.run(lambda: self._compute(flats, step, number, clip))
         return self._nothing() if result is None else Directions(*result)
 
@@ -230,6 +236,7 @@ class Partition:
         """
         if scale is not None and directions.flats and not directions.failed:
             torch._foreach_mul_(list(directions.flats.values()), scale)
+        self.communicator.progress.at("directions back", self._names)
         slices, shared = self.exchange.from_owners(directions.flats)
         values = {segment.param: value for segment, value in slices}
         for layer, flat in shared.items():

@@ -20,6 +20,7 @@ are those of the whole model.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,9 @@ from ds_kfac.capture.tokens import add_up_tokens
 from ds_kfac.checkpoint.stateful import Stateful
 from ds_kfac.comm.guard import Guard
 from ds_kfac.comm.ledger import Ledger
+from ds_kfac.comm.progress import Progress
 from ds_kfac.comm.vote import Verdict, health, raise_everywhere
+from ds_kfac.comm.watchdog import watch
 from ds_kfac.config import KFACConfig
 from ds_kfac.errors import StateError, nearest
 from ds_kfac.layers.spec import LayerTable
@@ -72,14 +75,18 @@ class KFAC(Stateful):
         self.counters = Counters()
         self._host = host
         self._ledger = Ledger()
+        self._progress = Progress()
         comms = Communicators.of(
-            host.groups, self._ledger, blocks=config.tensor_parallel == "block"
+            host.groups, self._ledger, self._progress, blocks=config.tensor_parallel == "block"
         )
         self._work, self._model, self._tensor = comms.work, comms.model, comms.tensor
         self._grad_norm: Tensor | None = None
         self._kl_scale: Tensor | None = None
         self._guard = Guard()
         self._on_detach: list[Callable[[], None]] = []
+        watchdog = watch(self._model, config.watchdog_timeout)
+        if watchdog is not None:
+            self._on_detach.append(weakref.finalize(self, watchdog.stop))
         parts = assemble(host, config, comms)
         self._layers, self._device = parts.layers, parts.device
         self._token_sides = parts.token_sides
@@ -111,6 +118,7 @@ class KFAC(Stateful):
             self._session.skips_rows = lambda: not host.micro_batch_is_last()
         self._handles += watch_experts(host.model, masks, wanted=lambda: self._session.active)
         self._begin_step()
+        self._progress.outside()
         if self._work.rank == 0 and (self._model.rank == 0 or parts.is_stage):
             host.announce(self.table())
 
@@ -217,32 +225,11 @@ class KFAC(Stateful):
         Raises:
             KFACError: Any rank has a pending error; every rank raises the same.
         """
-        self._guard.keep(self._session.take_error())
-        self._await_bases(self.counters.steps)
-        step = self._guard.run(lambda: self._read(prepare))
-        finite = torch.zeros((), device=self._device) if step is None else step.finite
-        verdict = health(self._model, finite.bool(), error=self._guard.error is not None)
-        if verdict is Verdict.ERROR:
-            raise_everywhere(self._model, self._guard.take())
-        assert step is not None
-        if verdict is Verdict.NONFINITE:
-            refuse_nonfinite(
-                step,
-                self.counters.steps,
-                raises=self.config.on_nonfinite == "raise",
-                speaks=self._model.rank == 0,
-            )
-            return False
-        clip = self._clip_coefficient(step)
-        self._update_curvature(step.pending)
-        step.pending.clear()
-        self._replace_gradients(step, clip)
-        if self._guard.error is not None:  # said now: this may have been the last step
-            logger.error(
-                "K-FAC failed on this rank; all ranks stop at the next step",
-                exc_info=self._guard.error,
-            )
-        return True
+        self._progress.begin(self.counters.steps)
+        try:
+            return self._step(prepare)
+        finally:
+            self._progress.outside()
 
     def after_step(self, *, applied: bool) -> None:
         """Close the step; the host says whether its optimizer was applied."""
@@ -266,6 +253,36 @@ class KFAC(Stateful):
         self._session.discard()
 
     # ------------------------------------------------------------------ parts of a step
+
+    def _step(self, prepare: Callable[[], None] | None) -> bool:
+        self._guard.keep(self._session.take_error())
+        self._await_bases(self.counters.steps)
+        step = self._guard.run(lambda: self._read(prepare))
+        self._progress.at("vote")
+        finite = torch.zeros((), device=self._device) if step is None else step.finite
+        verdict = health(self._model, finite.bool(), error=self._guard.error is not None)
+        if verdict is Verdict.ERROR:
+            raise_everywhere(self._model, self._guard.take())
+        assert step is not None
+        if verdict is Verdict.NONFINITE:
+            refuse_nonfinite(
+                step,
+                self.counters.steps,
+                raises=self.config.on_nonfinite == "raise",
+                speaks=self._model.rank == 0,
+            )
+            return False
+        self._progress.at("gradient norm")
+        clip = self._clip_coefficient(step)
+        self._update_curvature(step.pending)
+        step.pending.clear()
+        self._replace_gradients(step, clip)
+        if self._guard.error is not None:  # said now: this may have been the last step
+            logger.error(
+                "K-FAC failed on this rank; all ranks stop at the next step",
+                exc_info=self._guard.error,
+            )
+        return True
 
     def _begin_step(self) -> None:
         step = self.counters.steps
@@ -319,10 +336,12 @@ class KFAC(Stateful):
     def _replace_gradients(self, step: StepInput, clip: Tensor | None) -> None:
         number = self.counters.steps
         found = [partition.directions(step, number, clip) for partition in self._partitions]
+        self._progress.at("KL clip")
         scale = self._trust_scale(found)
         written: dict[str, Tensor] = {}
         for partition, directions in zip(self._partitions, found, strict=True):
             written |= partition.hand_back(directions, scale)
+        self._progress.at("directions written")
         self._guard.run(lambda: self._write(written, clip))
         self.counters.preconditions += 1
 

@@ -136,6 +136,10 @@ class Stateful:
             StateError: Some rank could not write (E307); raised on all ranks.
             KFACError: A step went wrong on some rank, and what it left must not be saved.
         """
+        with self._model.progress.during("checkpoint saved"):
+            return self._save(Path(path), host_step, leads)
+
+    def _save(self, path: Path, host_step: int | None, leads: bool | None) -> str:
         self._guard.keep(self._session.take_error())
         self._await_bases()
         raise_everywhere(self._model, self._guard.take())
@@ -154,9 +158,7 @@ class Stateful:
             },
         )
         first = self._model.rank == 0
-        return writer.write(
-            Path(path), contents, self._model, leads=first if leads is None else leads
-        )
+        return writer.write(path, contents, self._model, leads=first if leads is None else leads)
 
     def load(self, path: str | os.PathLike[str]) -> bool:
         """Restore what :meth:`save` wrote, on any number of ranks. A collective.
@@ -191,7 +193,10 @@ class Stateful:
             if self._model.rank == 0:
                 logger.info("K-FAC starts anew (resume: 'fresh')")
             return None
-        folder = None if path is None else Path(path)
+        with self._model.progress.during("checkpoint loaded"):
+            return self._stage_folder(None if path is None else Path(path))
+
+    def _stage_folder(self, folder: Path | None) -> Staged | None:
         manifest = reader.find(folder, self._model)
         if folder is None or manifest is None:
             self._refuse_absence(folder)

@@ -180,6 +180,7 @@ def reduce_factors(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    names: Sequence[str] = (),
 ) -> list[tuple[ReduceItem, Tensor]]:
     """Sum packed factors over ranks; each arrives at its owner and nowhere else.
 
@@ -190,12 +191,15 @@ def reduce_factors(
             may free its source.
         dtype: Factor dtype.
         device: Device of the buffers.
+        names: Of all layers, for messages.
 
     Returns:
         The summed items this rank owns.
     """
     owned: list[tuple[ReduceItem, Tensor]] = []
     for reduce_round in rounds:
+        of_round = sorted({item.layer for items in reduce_round.items for item in items})
+        communicator.progress.at("statistics", [names[layer] for layer in of_round if names])
         size = (communicator.size, reduce_round.part_numel)
         buffer = torch.zeros(size, dtype=dtype, device=device)
         for owner, items in enumerate(reduce_round.items):

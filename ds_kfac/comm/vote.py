@@ -38,7 +38,8 @@ def health(communicator: Communicator, finite: Tensor, *, error: bool) -> Verdic
     code = torch.where(finite, int(Verdict.GOOD), int(Verdict.NONFINITE)).to(torch.int64)
     if error:
         code = torch.full_like(code, int(Verdict.ERROR))
-    return Verdict(int(communicator.max_(code.reshape(1), "vote").item()))
+    with communicator.waiting("vote"):  # until it is read: on a device the call alone is no wait
+        return Verdict(int(communicator.max_(code.reshape(1), "vote").item()))
 
 
 def raise_everywhere(communicator: Communicator, error: Exception | None) -> None:

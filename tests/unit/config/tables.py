@@ -118,6 +118,10 @@ SETTINGS: dict[str, dict[str, list[Any]]] = {
     "max_failures": {"good": [0, 3], "bad": [-1, 1.0, "3", True, None, [1]]},
     "on_nonfinite": _choice("skip", "raise"),
     "resume": _choice("auto", "require", "fresh"),
+    "watchdog_timeout": {
+        "good": [0, 3, 60.5, 1e9, None],
+        "bad": [-1, 1e10, "60", True, [60], float("nan"), float("inf")],
+    },
 }
 
 
