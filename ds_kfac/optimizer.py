@@ -63,6 +63,36 @@ class KFACOptimizer(torch.optim.Optimizer):
                 self._adamw(params, group)
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in ``torch.optim``, with moments of zero where there are none.
+
+        DeepSpeed's conversion to a universal checkpoint looks for Adam's moments of every
+        parameter. Those of preconditioned parameters are one zero each, expanded to the
+        parameter's shape: they take no room in memory, nor in the file.
+        """
+        result: dict[str, Any] = super().state_dict()
+        counts = [state["step"] for state in self.state.values() if "step" in state]
+        # DeepSpeed takes the first parameter's count for that of all.
+        step = counts[0] if counts else torch.zeros((), dtype=torch.float32)
+        for group, packed in zip(self.param_groups, result["param_groups"], strict=True):
+            if not group["preconditioned"]:
+                continue
+            for index, param in zip(packed["params"], group["params"], strict=True):
+                zeros = torch.zeros((), dtype=param.dtype).expand(param.shape)
+                result["state"][index] = {"step": step, "exp_avg": zeros, "exp_avg_sq": zeros}
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in ``torch.optim``; what :meth:`state_dict` made up is left out."""
+        made_up = {
+            index
+            for group in state_dict["param_groups"]
+            if group.get("preconditioned")
+            for index in group["params"]
+        }
+        state = {key: value for key, value in state_dict["state"].items() if key not in made_up}
+        super().load_state_dict({**state_dict, "state": state})
+
     def _adamw(self, params: list[Tensor], group: dict[str, Any]) -> None:
         for param in params:
             if not self.state[param]:

@@ -34,6 +34,7 @@ from ds_kfac.capture.hooks import install
 from ds_kfac.capture.session import CaptureSession, Pending, packer
 from ds_kfac.capture.tokens import add_up_tokens
 from ds_kfac.checkpoint.stateful import Stateful
+from ds_kfac.comm.communicator import Communicator
 from ds_kfac.comm.guard import Guard
 from ds_kfac.comm.ledger import Ledger
 from ds_kfac.comm.progress import Progress
@@ -207,6 +208,11 @@ class KFAC(Stateful):
         self._on_detach = []
 
     # ------------------------------------------------------------------ for hosts
+
+    @property
+    def model_communicator(self) -> Communicator:
+        """All ranks of the model."""
+        return self._model
 
     def on_detach(self, undo: Callable[[], None]) -> None:
         """Register what a host has to undo at :meth:`detach`."""

@@ -3,7 +3,7 @@
 Facts about DeepSpeed 0.19 that this file relies on, each covered by a test:
 
 * ``save_checkpoint`` moves ``latest`` last, so that what is on disk before it is called is
-  complete by then;
+  complete by then; ``save_latest=False`` leaves that to us; it ends with a barrier;
 * ``client_state`` comes back from ``load_checkpoint``, and from a universal checkpoint too;
 * the tools that read a checkpoint (``zero_to_fp32``, ``ds_to_universal``) take files by their
   prefixes and suffixes, and leave the folder ``kfac`` alone.
@@ -15,12 +15,16 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from ds_kfac.checkpoint import disk
 from ds_kfac.checkpoint.manifest import FILE
 from ds_kfac.checkpoint.stateful import Staged
+from ds_kfac.comm.vote import together
 from ds_kfac.errors import StateError
+from ds_kfac.hosts import deepspeed_universal
 from ds_kfac.preconditioner import KFAC
 
 logger = logging.getLogger(__name__)
@@ -73,7 +77,29 @@ class _Checkpoints:
         # A new mapping: the default is one object for all calls.
         record = {"save_id": save_id, "tag": tag}
         arguments["client_state"] = {**(arguments["client_state"] or {}), RECORD: record}
-        return original(*bound.args, **bound.kwargs)
+        moves = arguments["save_latest"] and self._moves_latest()
+        if moves:
+            arguments["save_latest"] = False
+        result = original(*bound.args, **bound.kwargs)
+        if moves:
+            self._move_latest(Path(arguments["save_dir"]), tag)
+        return result
+
+    def _moves_latest(self) -> bool:
+        """Whether ``latest`` is moved here: DeepSpeed's first rank does not wait for the others.
+
+        A rank killed while it writes its part left a ``latest`` that names half a checkpoint.
+        Writers in the background have their own order.
+        """
+        return type(self._engine.checkpoint_engine).__name__ == "TorchCheckpointEngine"
+
+    def _move_latest(self, folder: Path, tag: str) -> None:
+        """Once all ranks have written everything; in one move, so that it is never empty."""
+        leads = self._engine.global_rank == 0
+        together(
+            self._kfac.model_communicator,
+            lambda: disk.write_atomically(folder / "latest", tag.encode()) if leads else None,
+        )
 
     def load_checkpoint(self, original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
         """Read and check K-FAC's state, load the engine, then take the state into use."""
@@ -86,7 +112,8 @@ class _Checkpoints:
         folder = self._folder(arguments["load_dir"], arguments["tag"])
         universal = self._engine.load_universal_checkpoint()
         staged = None if universal else kfac.stage(folder)
-        path, client_state = original(*bound.args, **bound.kwargs)
+        with deepspeed_universal.loading(self._engine) if universal else nullcontext():
+            path, client_state = original(*bound.args, **bound.kwargs)
         client_state, record = _without_record(client_state)
         if universal:
             staged = kfac.stage(_universal_source(folder, record))
@@ -103,6 +130,12 @@ class _Checkpoints:
             if not pointer.is_file():
                 return None
             tag = pointer.read_text().strip()
+            if not tag:
+                raise StateError(
+                    "E301",
+                    f"{pointer} is empty: the job was killed while it was written. Name a tag; "
+                    f"complete: {', '.join(_complete_tags(Path(load_dir))) or 'none'}",
+                )
         return Path(load_dir, str(tag), FOLDER)
 
     def _check_pair(self, staged: Staged | None, record: Any) -> None:
@@ -128,6 +161,12 @@ class _Checkpoints:
                 f"engine's checkpoint (save {save_id}): its folder was copied from another run, or "
                 "the save was interrupted. Set kfac.resume to 'fresh' to go on without the state",
             )
+
+
+def _complete_tags(folder: Path) -> list[str]:
+    """Tags whose K-FAC state is complete, the oldest first."""
+    found = [path for path in folder.glob(f"*/{FOLDER}/{FILE}") if path.is_file()]
+    return [path.parents[1].name for path in sorted(found, key=lambda path: path.stat().st_mtime)]
 
 
 def _without_record(client_state: Any) -> tuple[Any, Any]:

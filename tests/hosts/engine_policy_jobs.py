@@ -149,13 +149,20 @@ def save_without_space(script: Script) -> tuple[str, str, bool]:
     return text, (script.folder / "latest").read_text(), bool(models)
 
 
-def adamw_engine(cell: Cell, size: int, **extra: Any) -> Any:
-    """A kfac section beside Adam, whose states DeepSpeed's conversion looks for."""
+def convertible_engine(cell: Cell, size: int, **extra: Any) -> Any:
+    """Type KFAC, or a section beside Adam: DeepSpeed's conversion looks for Adam's states."""
     deepspeed_cpu.prepare()
-    config = jobs.deepspeed_config(cell, size)
-    config |= {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}, **extra}
+    config = jobs.deepspeed_config(cell, size) | extra
+    if not cell.own:
+        config |= {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}}
     net = jobs.make_net(cell)
     return ds_kfac.initialize(model=net, model_parameters=net.parameters(), config=config)[0]
+
+
+def convertible_cell(name: str, **settings: Any) -> Cell:
+    """From "3" or "3 KFAC"."""
+    stage, _, kind = name.partition(" ")
+    return Cell(stage, {"direction": "ekfac", **SETTINGS, **settings}, own=kind == "KFAC")
 
 
 def convert(rank: int, size: int, folder: str, stages: list[str]) -> list[dict[str, Tensor]]:
@@ -167,8 +174,8 @@ def convert(rank: int, size: int, folder: str, stages: list[str]) -> list[dict[s
 
     results = []
     for stage in stages:
-        cell = Cell(stage, {"direction": "ekfac", **SETTINGS}, own=False)
-        engine = adamw_engine(cell, size)
+        cell = convertible_cell(stage)
+        engine = convertible_engine(cell, size)
         train(engine, rank, size, cell, 5)
         base = Path(folder, stage)
         engine.save_checkpoint(str(base))
@@ -201,14 +208,17 @@ def load_universal(
     """K-FAC's state after loading a universal checkpoint, and weights after three more steps."""
     results = []
     for stage in stages:
-        cell = Cell(stage, {"direction": "ekfac", **SETTINGS, "resume": "require"}, own=False)
-        engine = adamw_engine(cell, size, checkpoint={"load_universal": True})
+        cell = convertible_cell(stage, resume="require")
+        engine = convertible_engine(cell, size, checkpoint={"load_universal": True})
         engine.load_checkpoint(f"{folder}/{stage}")
         loaded = {
             f"{name}/{key}": torch.as_tensor(value).clone()
             for name, layer in engine.kfac.state_dict()["layers"].items()
             for key, value in layer.items()
         }
+        states = engine.basic_optimizer.state
+        if cell.own:  # of the one auxiliary parameter alone
+            assert sum(state["exp_avg"].numel() for state in states.values()) < 2 * jobs.WIDTH
         train(engine, rank, size, cell, 8)
         results.append((loaded, jobs.full_weights(engine)))
         engine.destroy()

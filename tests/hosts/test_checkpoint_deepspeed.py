@@ -168,7 +168,7 @@ def test_deepspeeds_tools_work_beside_the_state(tmp_path: Path) -> None:
 
     The conversion copies no K-FAC state: it is found beside the universal folder.
     """
-    stages = ["1", "3"]
+    stages = ["1", "3", "1 KFAC", "2 KFAC", "3 KFAC"]
     straight = world(2).run(policy_jobs.convert, str(tmp_path), stages, timeout=120)[0]
     loaded = world(1).run(policy_jobs.load_universal, str(tmp_path), stages, timeout=120)[0]
     for stage, expected, (state, weights) in zip(stages, straight, loaded, strict=True):
