@@ -116,6 +116,7 @@ class Assembly:
         dtype: Dtype of factors, bases and directions: fp32, for fp64 models fp64.
         stored_dtype: Dtype of the layers' stored gradients; they travel in it.
         is_stage: The model is one stage of a pipeline.
+        tensor: What is cut over tensor ranks, if anything is.
         uncounted: Layers that another rank of the model counts as its own: with
             ``tensor_parallel: "block"``, what is whole on every tensor rank.
         token_sides: Layers with a side (``"a"`` or ``"g"``) whose sums cover this rank's own
@@ -130,6 +131,7 @@ class Assembly:
     dtype: torch.dtype
     stored_dtype: torch.dtype
     is_stage: bool
+    tensor: TensorCut | None = None
     uncounted: frozenset[str] = frozenset()
     token_sides: Mapping[str, str] = field(default_factory=dict)
 
@@ -176,6 +178,7 @@ def assemble(host: Host, config: KFACConfig, comms: Communicators) -> Assembly:
         dtype=torch.promote_types(stored, torch.float32),
         stored_dtype=stored,
         is_stage=_excluded(host) is not None,
+        tensor=tensor,
         uncounted=uncounted,
         token_sides=_token_sides(layers, tensor),
     )

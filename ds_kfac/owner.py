@@ -35,7 +35,7 @@ from ds_kfac.replicas import (
     unpack_moments,
     zeros,
 )
-from ds_kfac.restore import Needs, has_foreign_bases, signature
+from ds_kfac.restore import Needs, has_foreign_bases, lacks_bases, signature
 from ds_kfac.state import LayerState, NextBases
 
 logger = logging.getLogger(__name__)
@@ -320,13 +320,17 @@ class Owner:
             for index, state in self.states.items()
         }
         same = settings is None or dict(settings) == signature(self._config)
-        foreign = [s for s in states.values() if has_foreign_bases(s, needs, same_damping=same)]
+        foreign = [
+            state
+            for state in states.values()
+            if has_foreign_bases(state, needs, same_damping=same) or lacks_bases(state)
+        ]
         for state in foreign:
             state.forget_bases()
         if foreign:
             logger.warning(
-                "KFAC-W302 %d layers were saved with bases of another kind: they are recomputed "
-                "from the saved factors",
+                "KFAC-W302 %d layers were saved with bases of another kind, or converted: they are "
+                "recomputed from the saved factors",
                 len(foreign),
             )
             refresh(foreign, self.refresh_settings(step), step=step)

@@ -42,6 +42,7 @@ from ds_kfac.comm.vote import Verdict, health, raise_everywhere
 from ds_kfac.comm.watchdog import watch
 from ds_kfac.config import KFACConfig
 from ds_kfac.errors import StateError, nearest
+from ds_kfac.layers.identity import Identity
 from ds_kfac.layers.spec import LayerTable
 from ds_kfac.math.directions import kl_scale
 from ds_kfac.owner import resolve_momentum
@@ -80,7 +81,7 @@ class KFAC(Stateful):
         comms = Communicators.of(
             host.groups, self._ledger, self._progress, blocks=config.tensor_parallel == "block"
         )
-        self._work, self._model, self._tensor = comms.work, comms.model, comms.tensor
+        self._work, self._model, self._tensor_ranks = comms.work, comms.model, comms.tensor
         self._grad_norm: Tensor | None = None
         self._kl_scale: Tensor | None = None
         self._guard = Guard()
@@ -91,7 +92,7 @@ class KFAC(Stateful):
         parts = assemble(host, config, comms)
         self._layers, self._device = parts.layers, parts.device
         self._token_sides = parts.token_sides
-        self._stored_names = parts.stored_names
+        self._stored_names, self._tensor = parts.stored_names, parts.tensor
         momentum = resolve_momentum(config, own_optimizer=own_optimizer)
         self._partitions = [
             Partition(plan, parts, config, momentum=momentum, guard=self._guard)
@@ -99,6 +100,7 @@ class KFAC(Stateful):
         ]
         specs = self._layers.layers
         self._frozen = self._layers.frozen_weights()
+        self._identity = Identity(host.model, specs)
         self._ours = {slot.name for spec in specs for slot in spec.slots}
         masks = TokenMasks(parts.experts, [spec.name for spec in specs])
         self._session = CaptureSession(
@@ -274,6 +276,7 @@ class KFAC(Stateful):
             refuse_nonfinite(
                 step,
                 self.counters.steps,
+                self._model,
                 raises=self.config.on_nonfinite == "raise",
                 speaks=self._model.rank == 0,
             )
@@ -301,6 +304,8 @@ class KFAC(Stateful):
     def _read(self, prepare: Callable[[], None] | None) -> StepInput:
         if prepare is not None:
             prepare()
+        if self._session.active:
+            self._identity.check()
         return read(
             self._host,
             self._session,
@@ -330,7 +335,9 @@ class KFAC(Stateful):
         step = self.counters.steps
         if self._token_sides and schedules.is_due(self.config.factor_update_steps, step):
             like = torch.empty(0, device=self._device, dtype=self._session.dtype)
-            add_up_tokens(pending, self._layers.layers, self._token_sides, self._tensor, like=like)
+            add_up_tokens(
+                pending, self._layers.layers, self._token_sides, self._tensor_ranks, like=like
+            )
         for partition in self._partitions:
             pack = packer(pending, partition.layers)
             first = self.counters.refreshes == 0

@@ -93,6 +93,18 @@ def has_foreign_bases(state: LayerState, needs: Needs, *, same_damping: bool) ->
     return False
 
 
+def lacks_bases(state: LayerState) -> bool:
+    """Whether bases were taken away from a state, as a conversion does.
+
+    A decomposition that failed from the start left none either, and its failures are counted.
+    """
+    return state.refreshed_at >= 0 and any(
+        basis is None and failures == 0
+        for _, side in state.sides()
+        for basis, failures in zip(side.bases, side.failures, strict=True)
+    )
+
+
 def check_layers(specs: Sequence[LayerSpec], saved: Any, needs: Needs) -> None:
     """Check that saved states fit these layers, before any of them is used.
 

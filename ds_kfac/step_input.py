@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.capture.session import CaptureSession, Pending
+from ds_kfac.comm.communicator import Communicator
 from ds_kfac.errors import CoverageError, NumericalError
 from ds_kfac.soundness import gradient_norm, is_finite
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -139,12 +142,15 @@ def _refuse_unfrozen(unfrozen: Mapping[str, str], rates: Mapping[str, float]) ->
             )
 
 
-def refuse_nonfinite(begun: StepInput, number: int, *, raises: bool, speaks: bool) -> None:
-    """Say that a step is dropped because of non-finite numbers.
+def refuse_nonfinite(
+    begun: StepInput, number: int, model: Communicator, *, raises: bool, speaks: bool
+) -> None:
+    """Say that a step is dropped because of non-finite numbers. A collective.
 
     Args:
         begun: The step.
         number: Applied steps so far.
+        model: All ranks of the model; every one of them calls this.
         raises: Raise instead, unless a loss scale is looked for.
         speaks: This rank warns for all of them.
 
@@ -154,15 +160,37 @@ def refuse_nonfinite(begun: StepInput, number: int, *, raises: bool, speaks: boo
     if begun.scale_adapts:  # overflows are how it finds its value
         scale = begun.stored_scale
         logger.info("step %d: overflow at loss scale %g, dropped on all ranks", number, scale)
-    elif raises:
+        return
+    found = model.gather_objects(_nonfinite(begun))
+    where = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text)
+    where = where or "their norm overflows"
+    if raises:
         raise NumericalError(
             "E102",
-            f"step {number}: non-finite gradients or statistics on some rank. Set "
+            f"step {number}: non-finite gradients or statistics ({where}). Set "
             "kfac.on_nonfinite to 'skip' to drop such steps",
         )
-    elif speaks:
+    if speaks:
         logger.warning(
-            "KFAC-W101 step %d: non-finite gradients or statistics on some rank; the step is "
-            "dropped on all ranks",
+            "KFAC-W101 step %d: non-finite gradients or statistics (%s); the step is dropped on "
+            "all ranks",
             number,
+            where,
         )
+
+
+def _nonfinite(begun: StepInput) -> str:
+    """What of this rank's numbers is bad, in words; a rare path, which may read from the device."""
+    one = torch.ones((), device=begun.norm.device)
+    # The backward pass went through them from the last to the first.
+    pending = reversed(begun.pending.items())
+    layers = [name for name, sums in pending if not bool(is_finite(one, [sums]))]
+    views = begun.gradients.views
+    gradients = [name for name, view in views.items() if not bool(torch.isfinite(view).all())]
+    parts = [
+        f"{kind} of {', '.join(names[:_SHOWN])}"
+        + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        for kind, names in (("statistics", layers), ("gradients", gradients))
+        if names
+    ]
+    return ", ".join(parts)

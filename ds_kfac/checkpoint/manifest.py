@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ds_kfac.errors import StateError
+from ds_kfac.layers.shards import TensorCut
 from ds_kfac.layers.spec import LayerSpec
 
 FILE = "manifest.json"
@@ -69,6 +70,43 @@ class StoredLayer(_Strict):
         return None
 
 
+class StoredCut(_Strict):
+    """How a layer's weight was cut over tensor ranks, see :class:`ds_kfac.layers.shards.Shards`."""
+
+    rows: bool
+    ranges: list[list[tuple[Count, Count]]]
+
+
+class StoredTensor(_Strict):
+    """The tensor-parallel layout of a run.
+
+    Attributes:
+        mode: ``exact``: layers are whole ones; ``block``: each rank's shards are layers.
+        ranks: Tensor ranks.
+        cuts: Layers that were cut, by name.
+    """
+
+    mode: Literal["exact", "block"]
+    ranks: Annotated[int, Field(ge=1)]
+    cuts: dict[str, StoredCut]
+
+    @classmethod
+    def of(cls, cut: TensorCut | None) -> StoredTensor | None:
+        """Describe what is cut; None where nothing is."""
+        if cut is None or not cut.modules:
+            return None
+        cuts = {
+            name: StoredCut(rows=shards.rows, ranges=[list(ranges) for ranges in shards.ranges])
+            for name, shards in cut.modules.items()
+        }
+        ranks = next(iter(cut.modules.values())).size
+        return cls(mode="block" if cut.blocks else "exact", ranks=ranks, cuts=cuts)
+
+    def __str__(self) -> str:
+        """Mode and degree."""
+        return f"tensor_parallel {self.mode!r} on {self.ranks} tensor ranks"
+
+
 class Manifest(_Strict):
     """Everything about a saved state but its tensors.
 
@@ -83,6 +121,7 @@ class Manifest(_Strict):
         counters: Counts of every rank of the model, by name.
         files: Files with tensors.
         layers: All layers of the model.
+        tensor: The tensor-parallel layout; None where nothing was cut.
     """
 
     save_id: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -95,6 +134,7 @@ class Manifest(_Strict):
     counters: Annotated[list[dict[str, Count]], Field(min_length=1)]
     files: list[StoredFile]
     layers: list[StoredLayer]
+    tensor: StoredTensor | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
@@ -131,6 +171,26 @@ class Manifest(_Strict):
             return dict(self.counters[rank])
         done = sum(counts.get("decompositions", 0) for counts in self.counters)
         return {**self.counters[0], "decompositions": done if rank == 0 else 0}
+
+    def tensor_misfit(self, here: StoredTensor | None) -> str | None:
+        """Why the state does not fit a run's tensor-parallel layout, or None.
+
+        States of whole layers fit every degree.
+
+        Args:
+            here: Layout of the run.
+        """
+        saved = self.tensor if self.tensor and self.tensor.mode == "block" else None
+        now = here if here and here.mode == "block" else None
+        if saved == now:
+            return None
+        words = "whole layers" if saved is None else str(saved)
+        wanted = "whole layers" if now is None else str(now)
+        degree = "" if now is None else f" --tensor-ranks {now.ranks}"
+        return (
+            f"the K-FAC state is that of {words}, this run has {wanted}: convert it with "
+            f"'ds-kfac convert CHECKPOINT NEW{degree}', or start K-FAC anew (kfac.resume: 'fresh')"
+        )
 
     def misfits(self, model: Mapping[str, StoredLayer]) -> list[str]:
         """What keeps this state from being that of a model, in words.

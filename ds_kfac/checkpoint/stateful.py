@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ds_kfac.checkpoint import reader, writer
+from ds_kfac.checkpoint.manifest import StoredTensor
 from ds_kfac.comm.communicator import Communicator
 from ds_kfac.comm.guard import Guard
 from ds_kfac.comm.vote import agree, raise_everywhere, together
@@ -26,6 +27,7 @@ from ds_kfac.telemetry.metrics import Counters
 if TYPE_CHECKING:
     from ds_kfac.capture.session import CaptureSession
     from ds_kfac.checkpoint.manifest import Manifest
+    from ds_kfac.layers.shards import TensorCut
     from ds_kfac.layers.spec import LayerSpec, LayerTable
 
 logger = logging.getLogger(__name__)
@@ -84,6 +86,7 @@ class Stateful:
     _partitions: Sequence[Partition]
     _session: CaptureSession
     _stored_names: Mapping[str, str]
+    _tensor: TensorCut | None
     _guard: Guard
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,6 +158,7 @@ class Stateful:
                 "data_size": self._work.size,
                 "settings": signature(self.config),
                 "config": self.config.model_dump(mode="json"),
+                "tensor": StoredTensor.of(self._tensor),
             },
         )
         first = self._model.rank == 0
@@ -201,6 +205,9 @@ class Stateful:
         if folder is None or manifest is None:
             self._refuse_absence(folder)
             return None
+        misfit = manifest.tensor_misfit(StoredTensor.of(self._tensor))
+        if misfit is not None:
+            raise StateError("E303", misfit)
         specs = [self._stored(spec) for spec in self._layers.layers]
         reader.check_model(manifest, specs, self._model)
         self._say_changed_settings(manifest)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from ds_kfac import __version__
-from ds_kfac.cli import doctor, plan_arguments
+from ds_kfac.cli import convert, doctor, plan_arguments
 from ds_kfac.config import schema
 from ds_kfac.errors import KFACError
 
@@ -42,6 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
     examine = commands.add_parser("doctor", help="check this machine, with a dry run")
     doctor.add_arguments(examine)
     examine.set_defaults(run=doctor.report)
+    change = commands.add_parser("convert", help="a saved state for another number of tensor ranks")
+    convert.add_arguments(change)
+    change.set_defaults(run=convert.report)
     options = parser.parse_args(arguments)
     try:
         done: str | tuple[str, int] = options.run(options)
