@@ -195,8 +195,8 @@ class Partition:
             self._begun, changed = None, True
         self._guard.run(lambda: owner.swap(step=number))
         if schedules.is_due(self._config.inv_update_steps, number):
-            self.communicator.progress.at("bases", self._owned)
             at_once = first or not self._config.background_inverse
+            self.communicator.progress.at("bases", self._owned)
             if self.factorwise is not None:
                 blocks = self.factorwise.refresh(number)
             else:
@@ -206,6 +206,7 @@ class Partition:
             else:
                 self._begun = number
         if changed and self._bases is not None:
+            self.communicator.progress.at("bases shared", self._names)
             sent = self._bases.share(self._guard.run(owner.changed_bases) or {})
             self._guard.run(lambda: owner.take_sent_bases(sent, step=number))
         return blocks

@@ -81,7 +81,7 @@ class KFAC(Stateful):
         comms = Communicators.of(
             host.groups, self._ledger, self._progress, blocks=config.tensor_parallel == "block"
         )
-        self._work, self._model, self._tensor_ranks = comms.work, comms.model, comms.tensor
+        self._work, self._model, self._tensor = comms.work, comms.model, comms.tensor
         self._grad_norm: Tensor | None = None
         self._kl_scale: Tensor | None = None
         self._guard = Guard()
@@ -92,7 +92,7 @@ class KFAC(Stateful):
         parts = assemble(host, config, comms)
         self._layers, self._device = parts.layers, parts.device
         self._token_sides = parts.token_sides
-        self._stored_names, self._tensor = parts.stored_names, parts.tensor
+        self._stored_names, self._tensor_cut = parts.stored_names, parts.tensor
         momentum = resolve_momentum(config, own_optimizer=own_optimizer)
         self._partitions = [
             Partition(plan, parts, config, momentum=momentum, guard=self._guard)
@@ -264,7 +264,9 @@ class KFAC(Stateful):
 
     def _step(self, prepare: Callable[[], None] | None) -> bool:
         self._guard.keep(self._session.take_error())
+        self._progress.at("bases awaited")
         self._await_bases(self.counters.steps)
+        self._progress.at("gradients read")
         step = self._guard.run(lambda: self._read(prepare))
         self._progress.at("vote")
         finite = torch.zeros((), device=self._device) if step is None else step.finite
@@ -335,9 +337,7 @@ class KFAC(Stateful):
         step = self.counters.steps
         if self._token_sides and schedules.is_due(self.config.factor_update_steps, step):
             like = torch.empty(0, device=self._device, dtype=self._session.dtype)
-            add_up_tokens(
-                pending, self._layers.layers, self._token_sides, self._tensor_ranks, like=like
-            )
+            add_up_tokens(pending, self._layers.layers, self._token_sides, self._tensor, like=like)
         for partition in self._partitions:
             pack = packer(pending, partition.layers)
             first = self.counters.refreshes == 0

@@ -86,7 +86,7 @@ class Stateful:
     _partitions: Sequence[Partition]
     _session: CaptureSession
     _stored_names: Mapping[str, str]
-    _tensor: TensorCut | None
+    _tensor_cut: TensorCut | None
     _guard: Guard
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class Stateful:
                 "data_size": self._work.size,
                 "settings": signature(self.config),
                 "config": self.config.model_dump(mode="json"),
-                "tensor": StoredTensor.of(self._tensor),
+                "tensor": StoredTensor.of(self._tensor_cut),
             },
         )
         first = self._model.rank == 0
@@ -205,7 +205,7 @@ class Stateful:
         if folder is None or manifest is None:
             self._refuse_absence(folder)
             return None
-        misfit = manifest.tensor_misfit(StoredTensor.of(self._tensor))
+        misfit = manifest.tensor_misfit(StoredTensor.of(self._tensor_cut))
         if misfit is not None:
             raise StateError("E303", misfit)
         specs = [self._stored(spec) for spec in self._layers.layers]
