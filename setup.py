@@ -9,7 +9,7 @@ VERSION = "0.1.0"
 DEEPSPEED = ["deepspeed>=0.19"]
 # The training script draws with matplotlib and shows its progress with tqdm.
 PLOTS = ["matplotlib>=3.8", "tqdm>=4.66"]
-MEGATRON = ["megatron-core>=0.16"]
+MEGATRON = ["megatron-core>=0.14"]
 HUGGING_FACE = ["accelerate>=1", "transformers>=4.50"]
 TOOLS = ["hypothesis>=6.100", "mypy>=1.11", "numpy>=1.26", "peft>=0.13", "pytest>=8.2", "ruff>=0.6"]
 

@@ -41,10 +41,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'ds_kfac' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "megatron":  # a module of its own, because it has an ``attach`` of its own
+        return import_module("ds_kfac.megatron")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ds_kfac' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

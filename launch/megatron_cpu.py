@@ -66,6 +66,7 @@ def install() -> None:
     # One generator plays all of them, which Megatron would report at every dropout.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     _bring_triton()
+    _bring_weight_gradient_fusion()
     _redirect_devices()
     _answer_for_cuda()
     _adapt_gloo()
@@ -296,6 +297,17 @@ class _Kernel:
 
     def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
         return ()
+
+
+def _bring_weight_gradient_fusion() -> None:
+    """What `gradient_accumulation_fusion` takes from Apex: products added to `main_grad`."""
+
+    def add(inputs: torch.Tensor, gradients: torch.Tensor, total: torch.Tensor) -> None:
+        total.add_((gradients.t().float() @ inputs.float()).to(total.dtype))
+
+    module = types.ModuleType("fused_weight_gradient_mlp_cuda")
+    module.__dict__.update(wgrad_gemm_accum_fp32=add, wgrad_gemm_accum_fp16=add)
+    sys.modules.setdefault(module.__name__, module)
 
 
 def _bring_triton() -> None:

@@ -111,7 +111,8 @@ class MegatronHost:
 
     def tensor_cut(self, *, blocks: bool) -> TensorCut | None:
         """Column- and row-parallel layers."""
-        return megatron_model.tensor_cut(self.model, self.groups, blocks=blocks)
+        tokens = bool(getattr(self._config, "sequence_parallel", False))
+        return megatron_model.tensor_cut(self.model, self.groups, blocks=blocks, tokens=tokens)
 
     def experts(self) -> Mapping[str, Expert]:
         """This rank's experts."""

@@ -121,13 +121,14 @@ def experts(model: nn.Module) -> dict[str, Expert]:
     return found
 
 
-def tensor_cut(model: nn.Module, found: Groups, *, blocks: bool) -> TensorCut | None:
+def tensor_cut(model: nn.Module, found: Groups, *, blocks: bool, tokens: bool) -> TensorCut | None:
     """What is cut over the tensor group, None without one.
 
     Args:
         model: The whole model's names, this rank's modules.
         found: Its process groups.
         blocks: Every tensor rank's shards are layers of their own.
+        tokens: Tensor ranks have their own tokens between cut layers (sequence parallel).
     """
     if found.tensor is None:
         return None
@@ -140,7 +141,7 @@ def tensor_cut(model: nn.Module, found: Groups, *, blocks: bool) -> TensorCut | 
         shards = _shards(name, module, size)
         if shards is not None:
             cut[name] = shards
-        elif getattr(getattr(module, "config", None), "sequence_parallel", True):
+        elif tokens:
             left_out[name] = "is whole, but may see other tokens on every tensor rank"
     return TensorCut(cut, rank, blocks, left_out)
 

@@ -126,25 +126,18 @@ def poisoned(rank: int, world_size: int, cell: Cell) -> dict[str, Any]:
 
 def detached(rank: int, world_size: int, cell: Cell) -> tuple[list[Any], list[Any], list[str]]:
     """Losses and norms after detaching, those without K-FAC, and what detaching has left."""
-    training, kfac = start(cell)
-    names = [set(item.__dict__) for item in (training.optimizer, training.chunks[0])]
-    kfac.detach()
-    plain = models.build(replace(cell, kfac=None))
-    clean = [set(item.__dict__) for item in (plain.optimizer, plain.chunks[0])]
-    left = [set(item.__dict__) for item in (training.optimizer, training.chunks[0])]
-    assert names != left
-    leftovers = [key for a, b in zip(left, clean, strict=True) for key in a - b]
-    leftovers += [
-        name
-        for name, module in training.chunks[0].named_modules()
-        if len(module._forward_hooks) != 0 and name.endswith(("linear_fc1", "linear_qkv"))
-    ]
-    runs = []
-    for each in (training, plain):
+    runs, attributes, hooks = [], [], []
+    for each in (cell, replace(cell, kfac=None)):
+        training, kfac = start(each)
+        if kfac is not None:
+            kfac.detach()
+        attributes.append([set(training.optimizer.__dict__), set(training.chunks[0].__dict__)])
+        hooks.append(sum(len(m._forward_hooks) for m in training.chunks[0].modules()))
         for step in range(cell.steps):
-            models.train_step(each, step)
-        runs.append([each.losses, each.norms])
-    return runs[0], runs[1], leftovers
+            models.train_step(training, step)
+        runs.append([training.losses, training.norms])
+    leftovers = [name for a, b in zip(*attributes, strict=True) for name in a - b]
+    return runs[0], runs[1], leftovers + ["forward hooks"] * (hooks[0] - hooks[1])
 
 
 def losses_of(rank: int, world_size: int, cell: Cell) -> tuple[list[float], list[float | None]]:

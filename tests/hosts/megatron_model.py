@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
 
 from launch import megatron_cpu
 
@@ -110,6 +112,7 @@ def build(cell: Cell) -> Training:
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.destroy_model_parallel()
+    _close_groups()
     expert_tensor = {"expert_tensor_parallel_size": 1} if cell.model == "moe" else {}
     parallel_state.initialize_model_parallel(
         cell.tp,
@@ -126,6 +129,14 @@ def build(cell: Cell) -> Training:
     optimizer = _optimizer(cell, chunks)
     _connect(cell, config, chunks, optimizer)
     return Training(cell, config, chunks, optimizer)
+
+
+def _close_groups() -> None:
+    """Megatron leaves dozens of groups behind, each with its own threads and connections."""
+    dist.barrier()  # somebody may still be working with them
+    for group in list(c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def _config(cell: Cell) -> Any:
@@ -414,7 +425,7 @@ def forward_backward(training: Training, step: int) -> None:
         forward_only=False,
     )
     sums = torch.stack([r["loss"] for r in reports]).sum(0) if reports else torch.zeros(2)
-    torch.distributed.all_reduce(sums)  # copies on tensor ranks cancel
+    dist.all_reduce(sums)  # copies on tensor ranks cancel
     training.losses.append(float(sums[0] / sums[1]))
 
 

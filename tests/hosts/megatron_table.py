@@ -9,7 +9,7 @@ from tests._harness import World
 from tests.hosts import megatron_cells as cells
 from tests.hosts import megatron_jobs as jobs
 
-HEADER = f"{'layout':28} ranks   weights   allowed      norm        KL  applied"
+HEADER = f"{'layout':30} ranks   weights   allowed      norm        KL  applied"
 
 
 def line(name: str, ranks: int, cell: jobs.Cell, pool: World) -> tuple[str, bool]:
@@ -26,7 +26,7 @@ def line(name: str, ranks: int, cell: jobs.Cell, pool: World) -> tuple[str, bool
     kl = abs(report.kl_scales[-1] - want.kl_scale)
     limit = cells.tolerance(cell)
     applied = f"{report.applied.count(True)} of {len(report.applied)}"
-    text = f"{name:28} {ranks:5}  {gap:8.1e}  {limit:8.0e}  {norm:8.1e}  {kl:8.1e}  {applied}"
+    text = f"{name:30} {ranks:5}  {gap:8.1e}  {limit:8.0e}  {norm:8.1e}  {kl:8.1e}  {applied}"
     return text + ("" if gap <= limit else "  TOO FAR"), gap <= limit
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -77,3 +78,54 @@ def test_shares_add_up(rule: str, counts: list[float], rows: bool, whole: bool, 
         rows_sent = report["kinds"].get("rows", {"calls": 0, "bytes": 0, "planned_bytes": 0})
         assert rows_sent["calls"] == int(not whole)
         assert rows_sent["bytes"] == rows_sent["planned_bytes"]
+
+
+TOKENS = 12
+
+
+def token_data() -> tuple[Tensor, ...]:
+    torch.manual_seed(1)
+    return tuple(torch.randn(TOKENS, 2, n, dtype=torch.float64) for n in (D_IN, D_OUT))
+
+
+def spread(
+    rank: int, size: int, rows: bool, fraction: float
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """A rank has its own tokens where features are whole (sequence parallelism)."""
+    spec = spec_of(rows, False, size)
+    assert spec.shards is not None
+    shards = replace(spec.shards, tokens=True)
+    ledger = Ledger()
+    session = CaptureSession(
+        {"fc": replace(spec, shards=shards)},
+        "expand",
+        torch.float64,
+        RowSharing(Communicator(dist.group.WORLD, ledger)),
+    )
+    session.begin(active=True, fraction=fraction, step=1)
+    x, g = token_data()
+    if rows:
+        x, g = x.chunk(size)[rank], shards.take(g, rank, 2)
+    else:
+        x, g = shards.take(x, rank, 2), g.chunk(size)[rank]
+    return capture(session, x, g), ledger.report()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("fraction", [1.0, 1 / 3])
+def test_tokens_of_ranks_are_their_shares(fraction: float, rows: bool, size: int) -> None:
+    shares = zip(*(part.chunk(size) for part in token_data()), strict=True)
+    expected = []
+    for x, g in shares:
+        alone = CaptureSession({"fc": make_spec("fc", D_OUT, D_IN, max_dim=4)}, "expand", x.dtype)
+        alone.begin(active=True, fraction=fraction, step=1)
+        expected.append(capture(alone, x, g))
+    found = world(size).run(spread, rows, fraction)
+    for (sums, report), wanted in zip(found, expected, strict=True):
+        for value, want in zip(sums, wanted, strict=True):
+            torch.testing.assert_close(value, want)
+        assert report["calls"] == 1
+        assert report["bytes"] == report["planned_bytes"]
+    assert sum(wanted[-1][1] for wanted in expected) == 2 * TOKENS  # rows that were seen

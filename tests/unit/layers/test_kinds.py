@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -211,3 +212,21 @@ def test_an_empty_sequence_is_a_zero_row_not_nan() -> None:
     layer = nn.Linear(3, 2)
     rows = KINDS["linear"].input_rows(layer, torch.ones(2, 0, 3), "reduce")
     assert torch.equal(rows, torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("granularity", "modules", "kept"),
+    [
+        (None, None, True),
+        ("full", None, True),
+        ("selective", ["core_attn", "mlp"], True),
+        ("selective", ["core_attn", "layernorm"], False),
+        ("selective", ["moe_act"], False),
+    ],
+)
+def test_megatron_may_empty_the_input_of_a_layer(
+    granularity: str | None, modules: list[str] | None, kept: bool
+) -> None:
+    layer = nn.Module()
+    layer.config = SimpleNamespace(recompute_granularity=granularity, recompute_modules=modules)
+    assert KINDS["parallel_linear"].keeps_input(layer) is kept

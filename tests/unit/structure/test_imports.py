@@ -146,6 +146,12 @@ def test_plain_training_needs_no_deepspeed() -> None:
     assert not loaded & {"deepspeed", "megatron", "apex", "transformers"}
 
 
+def test_attaching_to_megatron_loads_it_only_when_called() -> None:
+    loaded = roots(loaded_by("import ds_kfac; ds_kfac.megatron.attach"))
+    assert "torch" in loaded
+    assert not loaded & {"deepspeed", "megatron"}
+
+
 def test_public_names_resolve_and_unknown_ones_do_not() -> None:
     import ds_kfac
 
