@@ -21,6 +21,8 @@ NATURAL = {
 # The rarest expert sees few tokens: with little damping its direction is mostly rounding error.
 DAMPED = {**NATURAL, "damping": 0.5}
 ORTHOGONAL = {**NATURAL, "direction": "orthogonal", "kl_clip": None, "momentum": 0.9}
+HYBRID = {**NATURAL, "strategy": "hybrid", "distribute": "factor"}
+BY_FACTOR = {**NATURAL, "distribute": "factor"}
 CUT = {**NATURAL, "max_factor_dim": 10}
 ONE_STAGE = {**NATURAL, "skip_layers": ["decoder.layers.1", "*output_layer*"]}
 SHARDED: dict[str, Any] = {"distributed": True, "optimizer": "adam"}
@@ -68,6 +70,7 @@ CI: dict[str, tuple[int, Cell]] = {
     "tp2 sp dp2 do overlap": (4, cell(**TOKENS, **SHARDED, overlap=True)),
     "tp2 sp pp2 vp2": (4, cell(**TOKENS, pp=2, vp=2, layers=4)),
     "tp4 sp blocks of 10": (4, cell(tp=4, sp=True, kfac=CUT)),
+    "pp2 dp2 hybrid by factor": (4, cell(pp=2, kfac=HYBRID)),
     "dp4 do two instances": (4, cell(**SHARDED, instances=2)),
     "moe ep2 dp2 pp2": (4, cell(model="moe", ep=2, pp=2, clip=0.3)),
 }
@@ -87,6 +90,11 @@ TABLE: dict[str, tuple[int, Cell]] = {
     "tp2 sp fp16": (2, cell(**TOKENS, dtype="fp16")),
     "tp2 recompute core_attn": (2, cell(tp=2, recompute="core_attn")),
     "pp2": (2, cell(pp=2)),
+    "tp2 sp dp2 do by factor": (4, cell(**TOKENS, **SHARDED, kfac=BY_FACTOR)),
+    "moe ep2 communication": (
+        2,
+        cell(model="moe", ep=2, kfac={**DAMPED, "strategy": "communication"}),
+    ),
     "pp2 do": (2, cell(pp=2, **SHARDED)),
     "pp2 bf16": (2, cell(pp=2, dtype="bf16")),
     "cp2": (2, cell(cp=2)),
