@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from ds_kfac.comm.communicator import Communicator
 from ds_kfac.comm.guard import Guard
 from ds_kfac.plan.program import Exchange, ReduceItem, ReduceRound, Segment
+from ds_kfac.plan.spread import Spread
 
 PackItem = Callable[[ReduceItem, Tensor], None]
 
@@ -134,6 +135,8 @@ class GradientExchange:
             return self._pass_on(directions)
         if self._comm.size == 1 or not shared:
             return {layer: flat for layer, flat in directions.items() if layer in shared}
+        if self._exchange.spread is not None:
+            return self._spread_out(directions, self._exchange.spread)
         part = torch.zeros(self._exchange.gather_numel, dtype=self._dtype, device=self._device)
         mine = self._shared[self._comm.rank]
         for layer, target in self._layout_of_part(part, mine):
@@ -159,6 +162,31 @@ class GradientExchange:
         for other, part in zip(row, torch.split(received, [receive[r] for r in row]), strict=True):
             result.update(self._layout_of_part(part, self._row[other]))
         return result
+
+    def _spread_out(self, directions: Mapping[int, Tensor], spread: Spread) -> dict[int, Tensor]:
+        """Directions in equal shares: dealt out by owners, then gathered by all."""
+        rank, ranks = self._comm.rank, range(self._comm.size)
+        mine = [part for part in spread.slices if part.owner == rank]  # by share already
+        parts = [directions[s.layer][s.start : s.start + s.numel] for s in mine]
+        coming = [part for part in spread.slices if part.share == rank]
+        coming.sort(key=lambda part: part.owner)
+        sizes = (
+            _count_by((s.share, s.numel) for s in mine),
+            _count_by((s.owner, s.numel) for s in coming),
+        )
+        received = self._comm.all_to_all(
+            _concatenate(parts, self._dtype, self._device),
+            [sizes[0].get(r, 0) for r in ranks],
+            [sizes[1].get(r, 0) for r in ranks],
+            "directions",
+        )
+        share = torch.zeros(spread.share_numel, dtype=self._dtype, device=self._device)
+        pieces = torch.split(received, [s.numel for s in coming]) if coming else ()
+        for part, piece in zip(coming, pieces, strict=True):
+            share[part.position : part.position + part.numel].copy_(piece)
+        flat = self._comm.all_gather(share, "directions").view(-1)
+        layers = sorted(self._exchange.replicated)
+        return dict(self._layout_of_part(flat, layers))
 
     def _layout_of_part(self, part: Tensor, layers: Sequence[int]) -> list[tuple[int, Tensor]]:
         sizes = [self._exchange.numels[layer] for layer in layers]
@@ -223,6 +251,13 @@ def _split(buffer: Tensor, parts: Sequence[Sequence[Segment]]) -> list[tuple[Seg
     segments = [segment for part in parts for segment in part]
     pieces = torch.split(buffer, [s.numel for s in segments]) if segments else ()
     return list(zip(segments, pieces, strict=True))
+
+
+def _count_by(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
+    counts: dict[int, int] = {}
+    for key, numel in pairs:
+        counts[key] = counts.get(key, 0) + numel
+    return counts
 
 
 def _sizes(parts: Sequence[Sequence[Segment]]) -> list[int]:

@@ -123,6 +123,8 @@ def rank_memory(
     statistics = sum(n * n for spec in specs for n in spec.block_sizes) * item
     reduction = _reduction_numel(program) * item
     gathered = exchange.gather_numel * (exchange.size + 1)
+    if exchange.spread is not None:  # what an owner deals out, a share, and all shares
+        gathered = exchange.gather_numel + exchange.spread.share_numel * (exchange.size + 2)
     return [
         RankMemory(
             *states[rank],

@@ -14,8 +14,11 @@ from functools import cached_property
 from ds_kfac.layers.blocks import Block
 from ds_kfac.layers.spec import LayerSpec
 from ds_kfac.math.packing import packed_numel
+from ds_kfac.plan.spread import Spread
 from ds_kfac.plan.topology import Layout, WorkerGrid
 
+MAX_PADDING = 2.0
+"""Directions are handed on in equal shares where one padded all-gather sends more than this."""
 COUNTS_PER_LAYER = 3  # rows used, rows seen, loss terms: they travel with the sums
 REDUCE_BUFFER_NUMEL = 1 << 26
 """Elements of the reduction buffer of one round (256 MiB in fp32)."""
@@ -157,11 +160,30 @@ class Exchange:
             shared[self.owners[layer]] += self.numels[layer]
         return max(shared)
 
+    @cached_property
+    def spread(self) -> Spread | None:
+        """Shares in which replicated directions are handed on, where owners are very unequal.
+
+        None where one all-gather of every owner's layers will do: it is padded to the largest
+        part, and one collective less.
+        """
+        if self.size == 1 or self.workers > 1 or self.segments or not self.replicated:
+            return None
+        spread = Spread.of(self)
+        at_once = self.gather_numel * (self.size - 1)
+        return spread if at_once > MAX_PADDING * spread.most_sent(self.gather_numel) else None
+
+    def returned_numel(self, rank: int) -> int:
+        """Elements of directions of replicated layers that a rank sends."""
+        if self.spread is None:
+            return self.gather_numel * (self.size - 1) + self.passed_numel(rank)
+        return self.spread.sent_numels[rank]
+
     def sent_numel(self, rank: int) -> tuple[int, int]:
         """Elements a rank sends per step: gradients to owners, directions from owners."""
         out = sum(s.numel for part in self.outgoing(rank, sources_only=True) for s in part)
         back = sum(s.numel for part in self.incoming(rank) for s in part)
-        return out, back + self.gather_numel * (self.size - 1) + self.passed_numel(rank)
+        return out, back + self.returned_numel(rank)
 
 
 @dataclass(frozen=True)

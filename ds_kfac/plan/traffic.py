@@ -71,14 +71,13 @@ def ordinary_bytes(program: Program, wire: Wire) -> list[dict[str, int]]:
     exchange = program.exchange
     size = exchange.size
     all_reduce = 2 * SCALAR_BYTES * (size - 1) // size
-    gathered = exchange.gather_numel * (size - 1)
-    passed = [exchange.passed_numel(rank) for rank in range(size)]
     return [
         {
             "vote": all_reduce,
             "scalars": wire.scalars * all_reduce,
             "gradients": part.gradients_out * wire.gradient_bytes,
-            "directions": (part.directions_out + gathered + passed[rank]) * wire.compute_bytes,
+            "directions": (part.directions_out + exchange.returned_numel(rank))
+            * wire.compute_bytes,
         }
         for rank, part in enumerate(moved(exchange))
     ]

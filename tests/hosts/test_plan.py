@@ -66,7 +66,7 @@ CELLS = [
 @pytest.mark.parametrize("size", [2, 4])
 def test_bytes_owners_and_memory_are_those_of_real_engines(size: int, tmp_path: Path) -> None:
     """P3, predicted without a process: every kind, on every rank, to the byte."""
-    found = world(size).run(plan_jobs.measure, CELLS, isolated=True)
+    found = world(size).run(plan_jobs.measure, CELLS, isolated=True, timeout=180)
     for index, item in enumerate(CELLS):
         result, totals = plan_jobs.planned(item, size, tmp_path)
         for rank in range(size):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from ds_kfac.comm.vote import Verdict, agree, health, raise_everywhere
 from ds_kfac.errors import ConfigError, DistributedError, KFACError, NumericalError
 from ds_kfac.plan import program as program_module
 from ds_kfac.plan.program import ReduceItem, build
-from tests.unit.plan.cases import Case, random_case
+from tests.unit.plan.cases import REPLICATED, Case, random_case
 
 pytestmark = pytest.mark.dist
 CPU = torch.device("cpu")
@@ -121,6 +122,45 @@ def test_round_trip_of_random_layouts(
 ) -> None:
     moved = run_world(size, _round_trip, list(range(25)), missing)
     assert min(moved) > 0
+
+
+def _deal_out(rank: int, size: int, seeds: list[int]) -> list[int]:
+    """Replicated layers, owners very unequal: in equal shares what one all-gather brings, too."""
+    sent = []
+    for seed in seeds:
+        case = random_case(random.Random(seed), size)
+        layouts = dict.fromkeys(case.layouts, REPLICATED)
+        owners = [owner * (seed % 2) for owner in case.owners]
+        whole = whole_gradients(case)
+        targets = [torch.cat([whole[slot.name] for slot in spec.slots]) for spec in case.specs]
+        for padding in (float("inf"), 0.0):
+            with mock.patch.object(program_module, "MAX_PADDING", padding):
+                exchange = build(case.specs, layouts, owners, size=size).exchange
+                assert (exchange.spread is None) == (padding > 0)
+            comm = communicator()
+            mover = GradientExchange(
+                exchange,
+                comm,
+                wire_dtype=torch.float32,
+                dtype=torch.float64,
+                device=CPU,
+                guard=Guard(),
+            )
+            slices, shared = mover.from_owners({i: targets[i].double() for i in mover.owned})
+            assert not slices and sorted(shared) == list(range(len(targets)))
+            assert all(torch.equal(shared[i], t.double()) for i, t in enumerate(targets))
+            entry = comm.ledger.report()["kinds"]["directions"]
+            assert entry["bytes"] == entry["planned_bytes"] == 8 * exchange.sent_numel(rank)[1]
+            assert entry["calls"] == (1 if padding else 2)
+            sent.append(entry["bytes"])
+    return sent
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_directions_are_dealt_out_in_equal_shares(
+    run_world: Callable[..., list[Any]], size: int
+) -> None:
+    run_world(size, _deal_out, list(range(8)))
 
 
 def test_round_trip_alone() -> None:
