@@ -1,7 +1,6 @@
 """Train one model with one DeepSpeed configuration and record what happens."""
 
 import json
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,18 +11,14 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
-from tqdm import tqdm
 
 import ds_kfac
-from launch import data, schedule
+from launch import data, progress, schedule
 from launch.model import GPT, GPTConfig, next_byte_loss
 from launch.report import Row, RunLog
 
 EVAL_ROWS = 32
 PERIODIC_EVAL_SEQUENCES = 128
-BAR = (
-    "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}, {remaining} left{postfix}]"
-)
 SECTION = "train_gpt"
 SECTION_KEYS = frozenset({"aux_lr", "warmup_steps"})
 
@@ -146,7 +141,7 @@ class Trainer:
         # The first validation also warms up memory and threads, before the clock starts.
         self.rows.append(Row(0, 0.0, None, self._validate(stride), self.engine.get_lr()[0]))
         seconds, step = 0.0, 0
-        with self._bar() as bar:
+        with progress.bar(self.name, self.steps, shown=self.rank == 0) as bar:
             while step < self.steps:
                 stop = min(self.steps, step + self.settings.eval_every)
                 rows = self._train_span(step, stop, seconds, bar)
@@ -172,8 +167,7 @@ class Trainer:
             own = losses[step - first].item()  # waits for the device
             times.append(before + time.perf_counter() - started)
             rate = (step + 1) * self.batches.global_batch * self.batches.seq_len / times[-1]
-            bar.set_postfix({"loss": f"{own:.3f}", "tokens/s": f"{rate:,.0f}"}, refresh=False)
-            bar.update()
+            progress.show(bar, loss=own, tokens_per_second=rate)
         deepspeed.comm.all_reduce(losses)
         means = (losses / self.world).tolist()
         columns = zip(range(first, stop), times, means, rates, strict=True)
@@ -211,16 +205,6 @@ class Trainer:
         if kfac is None:
             return "K-FAC is off: every parameter was updated by the base optimizer"
         return str(kfac.coverage())
-
-    def _bar(self) -> Any:
-        interactive = sys.stderr.isatty()
-        return tqdm(
-            total=self.steps,
-            desc=self.name,
-            bar_format=BAR,
-            disable=self.rank != 0,
-            mininterval=0.2 if interactive else 10.0,  # a log file needs no animation
-        )
 
 
 def _chunks(indices: Iterable[int], size: int) -> Iterable[list[int]]:

@@ -5,6 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+
+class TableError(ValueError):
+    """A file is no table that :func:`write_csv` wrote."""
+
+
 COLUMNS = ("run", "step", "seconds", "train_loss", "val_loss", "lr")
 
 
@@ -65,6 +70,28 @@ def write_csv(path: Path, runs: Sequence[RunLog]) -> None:
                 val = "" if row.val_loss is None else f"{row.val_loss:.6f}"
                 fields = (run.name, row.step, f"{row.seconds:.3f}", train, val, f"{row.lr:.6g}")
                 writer.writerow(fields)
+
+
+def read_csv(path: Path) -> RunLog:
+    """Read the last run of a table that :func:`write_csv` wrote.
+
+    Raises:
+        TableError: there is no such table.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as stream:
+            fields = list(csv.DictReader(stream))
+        name = fields[-1]["run"]
+        rows = [_row(row) for row in fields if row["run"] == name]
+        final = next(row.val_loss for row in reversed(rows) if row.val_loss is not None)
+    except (OSError, KeyError, IndexError, ValueError, StopIteration) as error:
+        raise TableError(f"{path} is no table of a training run: {error!r}") from error
+    return RunLog(name, rows, final)
+
+
+def _row(fields: dict[str, str]) -> Row:
+    train, val = (float(fields[key]) if fields[key] else None for key in COLUMNS[3:5])
+    return Row(int(fields["step"]), float(fields["seconds"]), train, val, float(fields["lr"]))
 
 
 def reached(baseline: RunLog, candidate: RunLog) -> bool:
