@@ -72,7 +72,6 @@ def load(
     tracker = folder / TRACKER
     if not tracker.is_file():
         return None
-    megatron_repairs.apply()
     source = folder / f"iter_{int(tracker.read_text()):07d}"
     content = dist_checkpointing.load(_content(chunks, optimizer, is_loading=True), str(source))
     for index, chunk in enumerate(chunks):

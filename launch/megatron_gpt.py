@@ -1,8 +1,6 @@
-"""Model, optimizer and schedule of launch/pretrain_gpt_megatron.py, from megatron-core's parts."""
+"""Model of launch/pretrain_gpt_megatron.py, from megatron-core's parts."""
 
 import argparse
-from collections.abc import Iterable, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,8 +12,6 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
@@ -109,76 +105,6 @@ def build_model(args: argparse.Namespace, config: TransformerConfig) -> list[Any
     return [wrapped]
 
 
-def build_optimizer(args: argparse.Namespace, chunks: list[Any]) -> Any:
-    """Megatron's optimizer, or with `--optimizer kfac` one for directions beside Adam."""
-    options = OptimizerConfig(
-        optimizer="adam" if args.optimizer == "kfac" else args.optimizer,
-        lr=args.lr,
-        min_lr=args.min_lr,
-        decoupled_lr=args.decoupled_lr,
-        decoupled_min_lr=args.min_lr,
-        weight_decay=args.weight_decay,
-        adam_beta1=args.adam_beta1,
-        adam_beta2=args.adam_beta2,
-        sgd_momentum=0.0 if args.kfac else 0.9,
-        clip_grad=args.clip_grad,
-        bf16=args.bf16,
-        fp16=args.fp16,
-        params_dtype=dtype(args),
-        use_distributed_optimizer=args.use_distributed_optimizer,
-        overlap_param_gather=args.overlap_param_gather,
-    )
-    if args.optimizer != "kfac":
-        return _with_state(get_megatron_optimizer(options, chunks))
-    matrices = set(matrices_of(chunks))
-    others = [p for chunk in chunks for p in chunk.parameters() if p not in matrices]
-    with _frozen(matrices):
-        adam = get_megatron_optimizer(options, chunks)
-    for group in adam.param_groups:
-        group["max_lr"] = args.decoupled_lr or args.lr
-    # One object for both, in the end: Megatron compares the configurations of what it chains.
-    options.optimizer, options.sgd_momentum = "sgd", 0.0
-    with _frozen(others):
-        plain = get_megatron_optimizer(options, chunks)
-    options.optimizer = "adam"
-    return _with_state(ChainedOptimizer([*plain.chained_optimizers, *adam.chained_optimizers]))
-
-
-def matrices_of(chunks: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Weights and biases of the linear layers inside the transformer layers."""
-    return [
-        param
-        for chunk in chunks
-        for name, param in chunk.named_parameters()
-        if ".layers." in name and ".linear_" in name and "layer_norm" not in name
-    ]
-
-
-@contextmanager
-def _frozen(parameters: Iterable[nn.Parameter]) -> Any:
-    """Parameters that an optimizer built meanwhile leaves alone."""
-    chosen = [param for param in parameters if param.requires_grad]
-    for param in chosen:
-        param.requires_grad = False
-    try:
-        yield
-    finally:
-        for param in chosen:
-            param.requires_grad = True
-
-
-def _with_state(optimizer: Any) -> Any:
-    """SGD has no state to prepare for a checkpoint, which Megatron calls in vain."""
-    for inner in optimizer.chained_optimizers:
-        if inner.init_state_fn is None:
-            inner.init_state_fn = _nothing
-    return optimizer
-
-
-def _nothing(*args: Any) -> None:
-    """No state."""
-
-
 def connect(config: TransformerConfig, chunks: list[Any], optimizer: Any) -> None:
     """Tell the schedules how gradients are scaled, synchronised and finished."""
     config.finalize_model_grads_func = finalize_model_grads
@@ -188,21 +114,3 @@ def connect(config: TransformerConfig, chunks: list[Any], optimizer: Any) -> Non
         config.no_sync_func = chunks[0].no_sync
     if options.overlap_param_gather:
         config.param_sync_func = chunks[0].start_param_sync
-
-
-def build_schedule(args: argparse.Namespace, optimizer: Any) -> OptimizerParamScheduler:
-    """Linear warm-up, then decay, counted in iterations."""
-    warmup = min(args.lr_warmup_iters, args.train_iters // 2)
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=args.lr / warmup if warmup else args.lr,
-        max_lr=args.lr,
-        min_lr=args.min_lr,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=args.train_iters,
-        lr_decay_style=args.lr_decay_style,
-        start_wd=args.weight_decay,
-        end_wd=args.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-    )

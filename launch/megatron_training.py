@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
-from launch import data, megatron_checkpoint, megatron_gpt, progress
+from launch import data, megatron_checkpoint, megatron_gpt, megatron_optimizer, progress
 from launch.report import Row, RunLog
 
 PERIODIC_EVAL_SEQUENCES = 64
@@ -44,9 +44,9 @@ class Trainer:
         self._micro_batches = micro_batches(args, self._data_size)
         config = megatron_gpt.configuration(args)
         self.chunks = megatron_gpt.build_model(args, config)
-        self.optimizer = megatron_gpt.build_optimizer(args, self.chunks)
+        self.optimizer = megatron_optimizer.build(args, self.chunks, megatron_gpt.dtype(args))
         self.kfac = attach(args, self.chunks, self.optimizer)
-        self.schedule = megatron_gpt.build_schedule(args, self.optimizer)
+        self.schedule = megatron_optimizer.build_schedule(args, self.optimizer)
         megatron_gpt.connect(config, self.chunks, self.optimizer)
         self.batches = data.Batches(text.train, args.seq_length, args.global_batch_size, args.seed)
         self.val = data.validation_sequences(
@@ -177,7 +177,11 @@ def attach(args: argparse.Namespace, chunks: list[Any], optimizer: Any) -> Any:
         return None
     from ds_kfac import megatron
 
-    return megatron.attach(chunks, optimizer, config)
+    kfac = megatron.attach(chunks, optimizer, config)
+    if kfac is not None and args.optimizer == "kfac":
+        names = [spec.name for spec in kfac.layers.layers]
+        megatron_optimizer.check_all_preconditioned(chunks, names)
+    return kfac
 
 
 def micro_batches(args: argparse.Namespace, data_size: int) -> int:
