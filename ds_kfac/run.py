@@ -1,10 +1,14 @@
-"""Start an unmodified DeepSpeed script with K-FAC.
+"""Start an unmodified DeepSpeed or Megatron-LM script with K-FAC.
 
     deepspeed --module ds_kfac.run script.py --deepspeed --deepspeed_config config.json
     torchrun -m ds_kfac.run -m package.module ...
+    torchrun -m ds_kfac.run --megatron Megatron-LM/pretrain_gpt.py --kfac ...
 
 Every ``deepspeed.initialize`` of the script, of Hugging Face's ``Trainer`` and of ``accelerate``
 becomes ``ds_kfac.initialize``: its configuration decides whether anything changes.
+
+With ``--megatron`` the script's own command line takes ``--kfac`` and ``--kfac-*`` (see the
+script's ``--help``), and Megatron's optimizer gets K-FAC if ``--kfac`` is given.
 """
 
 from __future__ import annotations
@@ -16,11 +20,13 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from ds_kfac.errors import KFACError
 from ds_kfac.hosts.deepspeed_patch import patch_on_import
 
 _USAGE = (
     "deepspeed --module ds_kfac.run SCRIPT [arguments of the script]\n"
-    "       deepspeed --module ds_kfac.run -m MODULE [arguments of the module]"
+    "       deepspeed --module ds_kfac.run -m MODULE [arguments of the module]\n"
+    "       torchrun -m ds_kfac.run --megatron SCRIPT [--kfac ...] [arguments of the script]"
 )
 
 
@@ -33,16 +39,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: The command line names nothing that can be run (code 2).
     """
-    launcher, is_module, target, rest = _split(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    is_megatron = words[:1] == ["--megatron"]
+    launcher, is_module, target, rest = _split(words[1:] if is_megatron else words)
+    if is_megatron and is_module:
+        _fail("--megatron takes the path of a script")
     # DeepSpeed's launcher puts --local_rank before the script, which expects it among its own.
     sys.argv = [target, *launcher, *rest]
-    patch_on_import()
+    if is_megatron:
+        _prepare_megatron(target)
+    else:
+        patch_on_import()
     if is_module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
         return
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.abspath(target))  # as for `python script.py`
     runpy.run_path(target, run_name="__main__")
+
+
+def _prepare_megatron(script: str) -> None:
+    from ds_kfac.hosts import megatron_patch
+
+    try:
+        megatron_patch.patch(script)
+    except KFACError as error:
+        _fail(str(error))
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], bool, str, list[str]]:

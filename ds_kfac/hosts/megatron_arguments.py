@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument("--kfac", action="store_true", help="precondition gradients with K-FAC")
     group.add_argument(
-        "--kfac-config", type=Path, metavar="FILE", help="JSON with settings; flags are stronger"
+        "--kfac-config", metavar="FILE", help="JSON with settings; flags are stronger"
     )
     meanings = _meanings()
     for name, field in KFACConfig.model_fields.items():
