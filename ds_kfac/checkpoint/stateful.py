@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,15 +140,27 @@ class Stateful:
             KFACError: A step went wrong on some rank, and what it left must not be saved.
         """
         with self._model.progress.during("checkpoint saved"):
-            return self._save(Path(path), host_step, leads)
+            contents = self.contents(host_step)
+            first = self._model.rank == 0
+            return writer.write(
+                Path(path), contents, self._model, leads=first if leads is None else leads
+            )
 
-    def _save(self, path: Path, host_step: int | None, leads: bool | None) -> str:
+    def contents(self, host_step: int | None = None) -> writer.Contents:
+        """What this rank has to save, for hosts with files of their own. A collective.
+
+        Args:
+            host_step: The host's own step counter, to be compared when both are loaded.
+
+        Raises:
+            KFACError: A step went wrong on some rank, and what it left must not be saved.
+        """
         self._guard.keep(self._session.take_error())
         self._await_bases()
         raise_everywhere(self._model, self._guard.take())
         layers = self._layer_states()
         self._warn_of_nonfinite(layers)
-        contents = writer.Contents(
+        return writer.Contents(
             layers={self._stored_names[name]: layer for name, layer in layers.items()},
             specs=[self._stored(spec) for spec in self._owned()],
             counters=vars(self.counters),
@@ -161,8 +173,6 @@ class Stateful:
                 "tensor": StoredTensor.of(self._tensor_cut),
             },
         )
-        first = self._model.rank == 0
-        return writer.write(path, contents, self._model, leads=first if leads is None else leads)
 
     def load(self, path: str | os.PathLike[str]) -> bool:
         """Restore what :meth:`save` wrote, on any number of ranks. A collective.
@@ -205,6 +215,17 @@ class Stateful:
         if folder is None or manifest is None:
             self._refuse_absence(folder)
             return None
+        return self.stage_from(manifest, lambda names: reader.read_layers(folder, manifest, names))
+
+    def stage_from(
+        self, manifest: Manifest, read: Callable[[Collection[str]], Mapping[str, Mapping[str, Any]]]
+    ) -> Staged:
+        """:meth:`stage` for hosts with files of their own. A collective.
+
+        Args:
+            manifest: Of the saved state; the same on all ranks.
+            read: Returns the entries of the layers with these stored names, on this rank.
+        """
         misfit = manifest.tensor_misfit(StoredTensor.of(self._tensor_cut))
         if misfit is not None:
             raise StateError("E303", misfit)
@@ -215,10 +236,7 @@ class Stateful:
         staged = self._stage(
             lambda: _Parts(
                 manifest.counters_of(self._model.rank, self._model.size),
-                {
-                    owned[name]: layer
-                    for name, layer in reader.read_layers(folder, manifest, owned).items()
-                },
+                {owned[name]: layer for name, layer in read(owned).items()},
                 manifest.settings,
             )
         )
@@ -232,6 +250,10 @@ class Stateful:
         """Wait for bases that are computed beside training: all, or those for a step."""
         for partition in self._partitions:
             partition.await_bases(step)
+
+    def stored_names(self) -> list[str]:
+        """Names in files of the layers that this rank owns."""
+        return [self._stored_names[spec.name] for spec in self._owned()]
 
     def _owned(self) -> list[LayerSpec]:
         """Layers that this rank owns."""

@@ -65,7 +65,7 @@ def write(folder: Path, contents: Contents, communicator: Communicator, *, leads
     try:
         stored = _share(communicator, folder, lambda: _write_tensors(path, contents))
         everyone = communicator.gather_objects((stored, contents.specs, dict(contents.counters)))
-        manifest = _share(communicator, folder, lambda: _manifest(save_id, everyone, contents))
+        manifest = _share(communicator, folder, lambda: manifest_of(save_id, everyone, contents))
     except KFACError:
         disk.remove(path)
         raise
@@ -89,7 +89,14 @@ def _write_tensors(path: Path, contents: Contents) -> StoredFile | None:
     return StoredFile(name=path.name, bytes=size, sha256=sha256)
 
 
-def _manifest(save_id: str, everyone: Sequence[Any], contents: Contents) -> Manifest:
+def manifest_of(save_id: str, everyone: Sequence[Any], contents: Contents) -> Manifest:
+    """The manifest of a save.
+
+    Args:
+        save_id: The save's id.
+        everyone: Of each rank its file (None if it has no layers), specs and counters.
+        contents: This rank's share, for what is the same on all ranks.
+    """
     files: list[StoredFile] = []
     layers: list[StoredLayer] = []
     for stored, specs, _ in everyone:

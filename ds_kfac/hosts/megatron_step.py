@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ds_kfac.hosts import megatron_checkpoint
 from ds_kfac.hosts.megatron_gradients import inner_optimizers
 from ds_kfac.preconditioner import KFAC
 
@@ -35,6 +36,7 @@ def install(kfac: KFAC, host: MegatronHost, chunks: Sequence[Any], optimizer: An
         _wrap(optimizer, name, getattr(step, name), kfac)
     # All chunks are scaled alike, by one over the number of tokens of the global batch.
     _wrap(chunks[0], "scale_gradients", step.scale_gradients, kfac)
+    megatron_checkpoint.install(kfac, optimizer, _wrap)
 
 
 class _Step:
