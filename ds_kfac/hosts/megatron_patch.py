@@ -116,6 +116,7 @@ def _with_kfac(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     config = megatron_arguments.settings(training.get_args())
     if config is None:
         return optimizer
+    _check_format(training.get_args())
     from ds_kfac.hosts.megatron import attach
 
     chunks = kwargs["model_chunks"] if "model_chunks" in kwargs else args[1]
@@ -123,6 +124,17 @@ def _with_kfac(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if kfac is not None:
         training.print_rank_0(f"ds_kfac: {kfac.coverage()}")
     return optimizer
+
+
+def _check_format(args: Any) -> None:
+    """A checkpoint that would lack most of K-FAC's state is refused before it is needed."""
+    ranks = getattr(args, "data_parallel_size", 1)
+    if getattr(args, "save", None) and getattr(args, "ckpt_format", "") == "torch" and ranks > 1:
+        raise UnsupportedError(
+            "E150",
+            f"not available with kfac: --ckpt-format torch with {ranks} data-parallel ranks, of "
+            "which the first writes its own layers alone; use --ckpt-format torch_dist",
+        )
 
 
 def _without_kfac(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

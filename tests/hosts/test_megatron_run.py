@@ -27,6 +27,9 @@ def print_rank_0(text): print(text)
 import argparse
 def add_megatron_arguments(parser):
     parser.add_argument("--lr", type=float)
+    for name in ("--save", "--ckpt-format"):
+        parser.add_argument(name)
+    parser.add_argument("--data-parallel-size", type=int, default=1)
     return parser
 def parse_args():
     import megatron.training as training
@@ -122,6 +125,13 @@ def test_wrong_flags_stop_before_a_model_is_built(
 def test_muon_is_refused_not_ignored(script: Path) -> None:
     done = run(str(script), "--kfac", MUON="1")
     assert done.returncode != 0 and "leave out --kfac" in done.stderr
+
+
+def test_a_format_that_would_lose_state_is_refused(script: Path) -> None:
+    words = ("--kfac", "--save", "x", "--ckpt-format", "torch", "--data-parallel-size")
+    assert run(str(script), *words, "1").returncode == 0
+    done = run(str(script), *words, "2")
+    assert done.returncode != 0 and "use --ckpt-format torch_dist" in done.stderr
 
 
 def test_a_script_outside_of_a_checkout_is_explained(tmp_path: Path) -> None:
