@@ -22,11 +22,12 @@ from pydantic import (
 
 from ds_kfac.config_report import explain, known_keys, unknown_key
 from ds_kfac.errors import ConfigError
-from ds_kfac.schedules import Number, Scheduled, extremes
+from ds_kfac.schedules import Number, Scheduled, StepsSchedule, extremes
 
 Direction = Literal["natural", "ekfac", "eigen_adam", "orthogonal"]
 Solver = Literal["eigen", "cholesky"]
 Grafting = Literal["none", "rms", "adam"]
+MIN_DAMPING = 1e-30  # smaller ones are zero in fp32 beside any factor
 MAX_DAMPING = 1e30  # larger ones leave the range of fp32 when factors are added
 OUTPUT_HEADS = ("*lm_head*", "*embed_out*", "*output_layer*")
 """Default of ``skip_layers``: language-model heads, whose G factor has the vocabulary's size."""
@@ -44,9 +45,23 @@ def _extremes(allowed: Callable[[float, float], bool]) -> AfterValidator:
 
 
 def _whole(spec: Any) -> Any:
-    if isinstance(spec, float) and not spec.is_integer():
+    values = spec.values if isinstance(spec, StepsSchedule) else (spec,)
+    if any(isinstance(value, float) and not value.is_integer() for value in values):
         raise ValueError("not whole")
     return spec
+
+
+def _pieces(*intervals: Any) -> list[int]:
+    """Steps at which piecewise constant intervals begin; none if one of them is not."""
+    if not all(isinstance(item, int | float | StepsSchedule) for item in intervals):
+        return []
+    stepped = [item for item in intervals if isinstance(item, StepsSchedule)]
+    return sorted({0, *(step for item in stepped for step in item.boundaries)})
+
+
+def _at(interval: Any, step: int) -> Any:
+    """Value of a piecewise constant interval, as it was written."""
+    return interval.value(step) if isinstance(interval, StepsSchedule) else interval
 
 
 def _expected(text: str, **constraints: Any) -> Any:
@@ -116,8 +131,8 @@ class KFACConfig(BaseModel):
     solver: Solver | None = None
     damping: Annotated[
         Scheduled | None,
-        _extremes(lambda low, high: low > 0 and high <= MAX_DAMPING),
-        _expected("a number in (0, 1e30], a schedule of such numbers, or null"),
+        _extremes(lambda low, high: low >= MIN_DAMPING and high <= MAX_DAMPING),
+        _expected("a number in [1e-30, 1e30], a schedule of such numbers, or null"),
     ] = None
     damping_mode: Literal["relative", "absolute"] = "relative"
     factor_decay: Annotated[
@@ -196,13 +211,17 @@ class KFACConfig(BaseModel):
         """Settings that exclude each other: their keys, and what to do about it."""
         problems: list[tuple[tuple[str, ...], str]] = []
         factor, inverse = self.factor_update_steps, self.inv_update_steps
-        if isinstance(factor, int | float) and isinstance(inverse, int | float):
-            if inverse % factor:
+        for step in _pieces(factor, inverse):
+            captures, refreshes = _at(factor, step), _at(inverse, step)
+            if refreshes % captures:
+                since = f" from step {step} on" if step else ""
                 text = (
-                    f"inv_update_steps ({inverse}) must be a multiple of factor_update_steps "
-                    f"({factor}): a decomposition uses the statistics of its own step"
+                    f"inv_update_steps ({refreshes}{since}) must be a multiple of "
+                    f"factor_update_steps ({captures}): a decomposition uses the statistics of "
+                    "its own step"
                 )
                 problems.append((("factor_update_steps", "inv_update_steps"), text))
+                break
         if self.solver == "cholesky" and self.direction in ("ekfac", "eigen_adam"):
             text = (
                 f"direction {self.direction!r} works in an eigenbasis; solver 'cholesky' has none: "

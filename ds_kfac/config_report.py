@@ -45,9 +45,19 @@ def explain(
     return list(texts.values()), {str(item["loc"][0]) for item in error.errors()}
 
 
+_ELSEWHERE = {
+    "lr": "optimizer.params.lr",
+    "learning_rate": "optimizer.params.lr",
+    "weight_decay": "optimizer.params.weight_decay",
+    "eps": "optimizer.params.aux.eps",
+}
+
+
 def unknown_key(name: str, known: Iterable[str]) -> str:
-    """``unknown key 'x'``, and the nearest known one."""
-    hint = nearest(name.rpartition(".")[2], known)
+    """``unknown key 'x'``, and where it belongs or the nearest known one."""
+    key = name.rpartition(".")[2]
+    home = _ELSEWHERE.get(key.lower())
+    hint = f" it belongs to {home}" if home else nearest(key, known)
     return f"unknown key {name!r}" + (f";{hint}" if hint else "")
 
 

@@ -53,5 +53,5 @@ class StateError(KFACError, ValueError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``" did you mean 'x'?"`` for the closest known name, or an empty string."""
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" did you mean {match[0]!r}?" if match else ""

@@ -300,7 +300,7 @@ class KFAC(Stateful):
         self._session.begin(
             active=schedules.is_due(self.config.factor_update_steps, step),
             fraction=schedules.value_at(self.config.factor_token_fraction, step),
-            step=step,
+            turn=self.counters.captures,
         )
 
     def _read(self, prepare: Callable[[], None] | None) -> StepInput:

@@ -121,6 +121,8 @@ def fold(
     for layer, parts in items.items():
         state = states[layer]
         used, seen, terms = parts["counts", 0].double().unbind()
+        # A share of few rows may be none of them: terms without rows say nothing about G either.
+        terms = torch.where(used > 0, terms, 0.0)
         # Which step the last one was is known on the device alone: counts are not read back.
         elapsed = torch.where(state.folded_at < 0, 0, step - state.folded_at).double()
         rho = torch.where(used > 0, decay**elapsed, 1.0)

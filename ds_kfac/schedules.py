@@ -6,7 +6,9 @@ needed to agree on a value, and a resumed run continues where it stopped.
 
 from __future__ import annotations
 
+import bisect
 import math
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -177,8 +179,24 @@ def interval_at(spec: Any, step: int) -> int:
 
 
 def is_due(spec: Any, step: int) -> bool:
-    """Whether work with this interval is due at an applied step (always due at step 0)."""
-    return step % interval_at(spec, step) == 0
+    """Whether work with this interval is due at an applied step (always due at step 0).
+
+    With a constant interval that is every multiple of it. An interval that moves all the time
+    would make multiples fall anywhere or nowhere: there, the next time is the last one plus
+    the interval in force then.
+    """
+    if isinstance(spec, int | float | StepsSchedule):
+        return step % interval_at(spec, step) == 0
+    due = _due_steps(spec)
+    while due[-1] < step:
+        due.append(due[-1] + interval_at(spec, due[-1]))
+    return due[bisect.bisect_left(due, step)] == step
+
+
+@lru_cache(maxsize=64)
+def _due_steps(spec: Any) -> list[int]:
+    """Steps at which work is due, as far as anybody has asked; a function of the schedule."""
+    return [0]
 
 
 def extremes(spec: Any) -> tuple[float, float]:

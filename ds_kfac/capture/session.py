@@ -131,7 +131,7 @@ class CaptureSession:
         masks: Tell tokens of experts from padding.
         active: Whether calls are captured in this step.
         stride: Every ``stride``-th row is used.
-        offset: First row used; rotates with the step so that no position is favoured.
+        offset: First row used; rotates with captures so that no position is favoured.
         error: First exception raised inside a hook, carried to the next vote: raising in
             the backward of one rank would leave the others in a collective.
         saw_half: Some layer has got an fp16 gradient since attach.
@@ -166,15 +166,22 @@ class CaptureSession:
     _passes: dict[str, int | None] = field(default_factory=dict)
     _last_pass: int | None = None
 
-    def begin(self, *, active: bool, fraction: float, step: int) -> None:
-        """Start an optimizer step; what an earlier one left behind is dropped."""
+    def begin(self, *, active: bool, fraction: float, turn: int) -> None:
+        """Start an optimizer step; what an earlier one left behind is dropped.
+
+        Args:
+            active: Statistics are due.
+            fraction: Share of the rows to use: every ``round(1 / fraction)``-th.
+            turn: Captures so far. Steps would not do: those with captures are multiples of the
+                interval, and would find the same positions again and again.
+        """
         self.discard()
         self.handed_out = {}
         self.unused = {}
         self.dropped = False
         self.active = active
         self.stride = max(1, round(1.0 / fraction))
-        self.offset = step % self.stride
+        self.offset = turn % self.stride
 
     def discard(self) -> None:
         """Forget what was captured so far in this step; its gradients are thrown away."""

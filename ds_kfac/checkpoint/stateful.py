@@ -92,6 +92,7 @@ class Stateful:
     def state_dict(self) -> dict[str, Any]:
         """Counters and the state of the layers this rank owns, as plain tensors and numbers.
 
+        Tensors are copies: counters and tensors of a snapshot stay those of one step.
         Waits for bases that are computed beside training: they are part of it.
         """
         self._await_bases()
@@ -99,7 +100,7 @@ class Stateful:
             "version": STATE_VERSION,
             "counters": dict(vars(self.counters)),
             "settings": signature(self.config),
-            "layers": self._layer_states(),
+            "layers": {name: _copied(layer) for name, layer in self._layer_states().items()},
         }
 
     def load_state_dict(self, state: Any) -> None:
@@ -347,3 +348,7 @@ class Stateful:
 
     def _begin_step(self) -> None:
         raise NotImplementedError
+
+
+def _copied(layer: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in layer.items()}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ds_kfac.comm.communicator import Communicator
 from ds_kfac.comm.ledger import Ledger
-from ds_kfac.comm.vote import raise_everywhere
+from ds_kfac.comm.vote import agree, raise_everywhere, together
 from ds_kfac.config import KFACConfig
 from ds_kfac.errors import ConfigError, UnsupportedError
 from ds_kfac.hosts import (
@@ -62,19 +62,20 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     bound = deepspeed_config.bind(original, args, kwargs)
     arguments = bound.arguments
     request, error = _prepare(arguments)
-    if request is None and error is None:
-        result = original(*args, **kwargs)
-        result[0].kfac = None
-        return tuple(result)
     # DeepSpeed would start the process group in a moment; a rank that cannot go on has to tell
-    # the others before they wait for it there.
+    # the others before they wait for it there, and one that is not asked as well.
     deepspeed.init_distributed(
         dist_backend=deepspeed.get_accelerator().communication_backend_name(),
         distributed_port=arguments.get("distributed_port", 29500),
         dist_init_required=arguments.get("dist_init_required"),
     )
-    raise_everywhere(Communicator(torch.distributed.group.WORLD, Ledger()), error)
-    assert request is not None
+    world = Communicator(torch.distributed.group.WORLD, Ledger())
+    raise_everywhere(world, error)
+    agree(world, "whether K-FAC is asked for", "no" if request is None else "yes")
+    if request is None:
+        result = original(*args, **kwargs)
+        result[0].kfac = None
+        return tuple(result)
     result = original(*bound.args, **bound.kwargs)
     if result[0].basic_optimizer is None:  # evaluation: nothing is stepped
         result[0].kfac = None
@@ -113,12 +114,8 @@ def attach_engine(engine: Any, config: KFACConfig) -> KFAC:
     Raises:
         KFACError: The engine, its optimizer or the model are not supported.
     """
-    if engine.__dict__.get("kfac") is not None:
-        raise ConfigError("E212", "this engine has K-FAC already; call engine.kfac.detach() first")
-    deepspeed_support.check_engine(engine)
-    deepspeed_sequence.check_sequence(engine, config)
-    deepspeed_moe.check_experts(engine)
-    check_base_optimizer(engine.basic_optimizer, config)
+    world = Communicator(torch.distributed.group.WORLD, Ledger())
+    together(world, lambda: _check(engine, config))
     deepspeed_step.replace_earlier(engine.module)
     host = _host_of(engine)
     own = is_own_optimizer(engine.basic_optimizer)
@@ -132,6 +129,15 @@ def attach_engine(engine: Any, config: KFACConfig) -> KFAC:
     engine.kfac = kfac
     kfac.on_detach(lambda: setattr(engine, "kfac", None))
     return kfac
+
+
+def _check(engine: Any, config: KFACConfig) -> None:
+    if engine.__dict__.get("kfac") is not None:
+        raise ConfigError("E212", "this engine has K-FAC already; call engine.kfac.detach() first")
+    deepspeed_support.check_engine(engine)
+    deepspeed_sequence.check_sequence(engine, config)
+    deepspeed_moe.check_experts(engine)
+    check_base_optimizer(engine.basic_optimizer, config)
 
 
 def _host_of(engine: Any) -> DeepSpeedHost:

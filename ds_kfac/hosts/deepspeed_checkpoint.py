@@ -109,7 +109,10 @@ class _Checkpoints:
                 logger.info("optimizer states are not loaded, and K-FAC's state neither")
             path, client_state = original(*bound.args, **bound.kwargs)
             return path, _without_record(client_state)[0]
-        folder = self._folder(arguments["load_dir"], arguments["tag"])
+        folder = together(
+            kfac.model_communicator,
+            lambda: self._folder(arguments["load_dir"], arguments["tag"]),
+        )
         universal = self._engine.load_universal_checkpoint()
         staged = None if universal else kfac.stage(folder)
         with deepspeed_universal.loading(self._engine) if universal else nullcontext():

@@ -58,12 +58,13 @@ def parse(config: Mapping[str, Any]) -> Request | None:
     Raises:
         ConfigError: A setting is wrong, or both ways are used at once (E207).
     """
-    optimizer = config.get("optimizer") or {}
+    _refuse_misspelt(config)
+    optimizer = mapping(config, "optimizer")
     is_own = str(optimizer.get("type", "")).lower() == "kfac"
     section = config.get("kfac")
     if not is_own:
-        return None if section is None else Request(KFACConfig.parse(section), None)
-    params = dict(optimizer.get("params") or {})
+        return Request(KFACConfig.parse(config["kfac"]), None) if "kfac" in config else None
+    params = dict(mapping(optimizer, "params", "optimizer.params"))
     if isinstance(section, Mapping):
         twice = sorted(set(section) & set(params))
         if twice:
@@ -85,9 +86,31 @@ def parse(config: Mapping[str, Any]) -> Request | None:
     return Request(parsed, settings)
 
 
+def mapping(config: Mapping[str, Any], key: str, path: str | None = None) -> Mapping[str, Any]:
+    """A section of a configuration, empty where there is none.
+
+    Raises:
+        ConfigError: It is something else than an object (E201).
+    """
+    section = config.get(key)
+    if section is None or isinstance(section, Mapping):
+        return section or {}
+    raise ConfigError(
+        "E201", f"{path or key}: expected an object, got {section!r} ({type(section).__name__})"
+    )
+
+
+def _refuse_misspelt(config: Mapping[str, Any]) -> None:
+    """DeepSpeed ignores sections that it does not know, and would train without K-FAC."""
+    for key in config:
+        plain = str(key).lower().replace("_", "").replace("-", "")
+        if key != "kfac" and plain in ("kfac", "kfacs", "dskfac", "kfacconfig"):
+            raise ConfigError("E201", f"{key}: unknown key; did you mean 'kfac'?")
+
+
 def names_fused_adam(config: Mapping[str, Any]) -> bool:
     """Whether the configuration asks for NVIDIA Apex's optimizer by name."""
-    optimizer = config.get("optimizer") or {}
+    optimizer = mapping(config, "optimizer")
     return str(optimizer.get("type", "")).lower() == "fusedadam"
 
 

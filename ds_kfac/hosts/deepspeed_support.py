@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_kfac.errors import ConfigError, UnsupportedError
+from ds_kfac.hosts.deepspeed_config import mapping
 
 _WRAPPERS = {
     "DeepSpeedZeroOptimizer": "ZeRO 1 and 2",
@@ -22,7 +23,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedError: Names the setting, the reason and the alternative (E150).
     """
-    problems = _zero_problems(config.get("zero_optimization") or {})
+    problems = _zero_problems(mapping(config, "zero_optimization"))
     for key in ("fp16_master_weights_and_grads", "bf16_master_weights_and_grads"):
         if (config.get(key[:4]) or {}).get(key):
             problems.append(f"{key[:4]}.{key} (directions need fp32 master weights; remove it)")

@@ -43,6 +43,28 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         "net",
         ["E201", "damping", "'1e-3' (str)", "number"],
     ),
+    "section is null": ({"optimizer": SGD, "kfac": None}, "net", ["E202", "got None"]),
+    "misspelt section": ({"optimizer": SGD, "KFAC": {}}, "net", ["E201", "KFAC", "mean 'kfac'"]),
+    "optimizer is a text": (
+        {"optimizer": "KFAC", "kfac": {}},
+        "net",
+        ["E201", "optimizer: expected an object, got 'KFAC' (str)"],
+    ),
+    "parameters are a text": (
+        {"optimizer": {"type": "KFAC", "params": "lr"}},
+        "net",
+        ["E201", "optimizer.params: expected an object, got 'lr' (str)"],
+    ),
+    "ZeRO is a switch": (
+        {"optimizer": SGD, "kfac": {}, "zero_optimization": True},
+        "net",
+        ["E201", "zero_optimization: expected an object, got True (bool)"],
+    ),
+    "rate in the section": (
+        {"optimizer": SGD, "kfac": {"lr": 0.1}},
+        "net",
+        ["E201", "'lr'; it belongs to optimizer.params.lr"],
+    ),
     "section is not an object": ({"optimizer": SGD, "kfac": 3}, "net", ["E202", "got 3 (int)"]),
     "missing learning rate": (
         {"optimizer": {"type": "KFAC", "params": {}}},
@@ -152,6 +174,43 @@ def test_settings_that_differ_between_ranks_are_refused() -> None:
         assert error is not None
         assert "KFAC-E203" in error.text
         assert '"damping":1.1' in error.text
+
+
+def _only_one_asks(rank: int, size: int, section: Any) -> None:
+    deepspeed_cpu.prepare()
+    net = jobs.make_net(Cell("2", {}))
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": SGD, "kfac": {}}
+    if rank == 1:
+        config |= {"kfac": section}
+        if section is None:
+            del config["kfac"]
+    ds_kfac.initialize(model=net, model_parameters=net.parameters(), config=config)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("section", [None, {"enabled": False}])
+def test_ranks_that_are_not_asked_for_it_stop_all(section: Any) -> None:
+    """A node with an old JSON trained without K-FAC, and the others waited for it."""
+    for error in world(2).run_expecting_errors(_only_one_asks, section):
+        assert error is not None
+        assert "KFAC-E203 whether K-FAC is asked for differs" in error.text
+
+
+def _other_base_optimizer(rank: int, size: int) -> None:
+    deepspeed_cpu.prepare()
+    net = jobs.make_net(Cell("2", {}))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9 * rank)
+    config = {"train_micro_batch_size_per_gpu": 1, "kfac": {"direction": "orthogonal"}}
+    ds_kfac.initialize(model=net, optimizer=optimizer, config=config)
+
+
+@pytest.mark.dist
+def test_an_engine_that_one_rank_refuses_stops_all() -> None:
+    """What is checked between DeepSpeed's start and ours raised on one rank alone."""
+    errors = world(2).run_expecting_errors(_other_base_optimizer)
+    for error in errors:
+        assert error is not None
+        assert "KFAC-E205" in error.text
 
 
 def _bare_model(rank: int, size: int) -> None:

@@ -22,10 +22,10 @@ def test_compiled_models_are_captured() -> None:
         compiled(x).square().mean().backward()
         assert session.error is None
         assert_same(session.drain(), expected)
-    session.begin(active=False, fraction=1.0, step=1)
+    session.begin(active=False, fraction=1.0, turn=1)
     compiled(x).square().mean().backward()
     assert session.pending == {}
-    session.begin(active=True, fraction=1.0, step=2)
+    session.begin(active=True, fraction=1.0, turn=2)
     compiled(x).square().mean().backward()
     assert_same(session.drain(), expected)
     compiled.eval()

@@ -64,7 +64,7 @@ def attach(
     session = CaptureSession(specs, config.weight_sharing, torch.float64, masks=masks)
     handles = install(model, session, output_scale=lambda: 1.0)
     handles += watch_experts(model, masks, wanted=lambda: session.active)
-    session.begin(active=True, fraction=fraction, step=0)
+    session.begin(active=True, fraction=fraction, turn=0)
     return session, handles
 
 

@@ -46,7 +46,7 @@ def capture(session: CaptureSession, x: Tensor, g: Tensor) -> list[Tensor]:
 
 def _session(spec: LayerSpec, sharing: RowSharing, sharing_rule: str) -> CaptureSession:
     session = CaptureSession({"fc": spec}, sharing_rule, torch.float64, sharing)
-    session.begin(active=True, fraction=1 / 3, step=1)
+    session.begin(active=True, fraction=1 / 3, turn=1)
     return session
 
 
@@ -102,7 +102,7 @@ def spread(
         torch.float64,
         RowSharing(Communicator(dist.group.WORLD, ledger)),
     )
-    session.begin(active=True, fraction=fraction, step=1)
+    session.begin(active=True, fraction=fraction, turn=1)
     x, g = token_data()
     if rows:
         x, g = x.chunk(size)[rank], shards.take(g, rank, 2)
@@ -120,7 +120,7 @@ def test_tokens_of_ranks_are_their_shares(fraction: float, rows: bool, size: int
     expected = []
     for x, g in shares:
         alone = CaptureSession({"fc": make_spec("fc", D_OUT, D_IN, max_dim=4)}, "expand", x.dtype)
-        alone.begin(active=True, fraction=fraction, step=1)
+        alone.begin(active=True, fraction=fraction, turn=1)
         expected.append(capture(alone, x, g))
     found = world(size).run(spread, rows, fraction)
     for (sums, report), wanted in zip(found, expected, strict=True):

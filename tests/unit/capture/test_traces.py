@@ -69,7 +69,7 @@ def test_evaluation_between_forward_and_backward() -> None:
 def test_inactive_steps_capture_nothing_and_hook_no_output() -> None:
     model = small()
     session, _ = attach(model)
-    session.begin(active=False, fraction=1.0, step=1)
+    session.begin(active=False, fraction=1.0, turn=1)
     output = model(batch())
     assert output._backward_hooks is None
     output.sum().backward()
@@ -80,7 +80,7 @@ def test_a_backward_after_the_step_was_closed_counts_nothing() -> None:
     model = small()
     session, _ = attach(model)
     loss = run(model)
-    session.begin(active=False, fraction=1.0, step=1)
+    session.begin(active=False, fraction=1.0, turn=1)
     loss.backward()
     assert session.pending == {}
 
@@ -89,7 +89,7 @@ def test_begin_drops_what_an_earlier_step_left() -> None:
     model = small()
     session, _ = attach(model)
     run(model).backward()
-    session.begin(active=True, fraction=1.0, step=1)
+    session.begin(active=True, fraction=1.0, turn=1)
     assert session.pending == {}
 
 

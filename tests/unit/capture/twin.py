@@ -44,7 +44,7 @@ def attach(
     specs = {spec.name: spec for spec in discover(model, config).layers}
     session = CaptureSession(specs, config.weight_sharing, dtype)
     handles = install(model, session, output_scale=lambda: scale)
-    session.begin(active=True, fraction=fraction, step=step)
+    session.begin(active=True, fraction=fraction, turn=step)
     return session, handles
 
 

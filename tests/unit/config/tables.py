@@ -64,7 +64,7 @@ SETTINGS: dict[str, dict[str, list[Any]]] = {
     "enabled": _SWITCH,
     "direction": _choice("natural", "ekfac", "eigen_adam", "orthogonal"),
     "solver": _choice("eigen", "cholesky", null=True),
-    "damping": _scheduled([1e-8, 0.1, 1, 10**6, LINEAR], [0, 0.0, -1e-3, 1e31], null=True),
+    "damping": _scheduled([1e-8, 0.1, 1, 10**6, LINEAR], [0, 0.0, -1e-3, 1e31, 1e-31], null=True),
     "damping_mode": _choice("relative", "absolute"),
     "factor_decay": _scheduled([0, 0.0, 0.95, 0.999999, LINEAR], [1, 1.0, -0.1, 2]),
     "factor_update_steps": {

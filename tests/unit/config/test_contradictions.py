@@ -36,6 +36,29 @@ def test_a_decomposition_needs_statistics_of_its_step(
         assert f"factor_update_steps ({factor})" in text
 
 
+@pytest.mark.parametrize(
+    ("factor", "inverse", "part"),
+    [
+        ([20, 50], 10, "inv_update_steps (10) must"),
+        (3, [3, 10], "inv_update_steps (10 from step 7 on) must"),
+        ([2, 3], [4, 8], "inv_update_steps (8 from step 7 on) must"),
+        ([1, 2.5], [1, 5], "factor_update_steps: expected a whole number"),
+    ],
+)
+def test_every_piece_of_a_schedule_is_checked(factor: Any, inverse: Any, part: str) -> None:
+    """Decompositions between two captures would use statistics of another step."""
+
+    def interval(values: Any) -> Any:
+        if isinstance(values, int):
+            return values
+        return {"type": "steps", "values": values, "boundaries": [7]}
+
+    settings = {"factor_update_steps": interval(factor), "inv_update_steps": interval(inverse)}
+    assert part in (complaint(settings) or "")
+    fitting = {"factor_update_steps": interval([2, 5]), "inv_update_steps": interval([4, 20])}
+    assert complaint(fitting) is None
+
+
 def test_a_default_interval_counts_as_well() -> None:
     assert "inv_update_steps (10) must be a multiple" in (
         complaint({"factor_update_steps": 4}) or ""

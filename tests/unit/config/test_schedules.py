@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -156,11 +157,22 @@ def test_ends_on_the_wrong_side_are_refused_not_ignored(
         (3, [0, 3, 6, 9]),
         (5.0, [0, 5, 10]),
         (schedule(type="steps", values=[1, 4], boundaries=[3]), [0, 1, 2, 4, 8]),
-        (schedule(type="linear", start=1, end=3, steps=4), [0, 2, 6, 9]),
+        (schedule(type="linear", start=1, end=3, steps=4), [0, 1, 3, 5, 8, 11]),
     ],
 )
 def test_due_steps(spec: Any, due: list[int]) -> None:
     assert [step for step in range(12) if is_due(spec, step)] == due
+
+
+@given(st.integers(1, 20), st.integers(1, 200), st.integers(1, 2000), st.integers(0, 3000))
+def test_moving_intervals_starve_nothing(start: int, end: int, steps: int, step: int) -> None:
+    """Multiples of an interval that grows fell nowhere for 383 steps, where it was at most 50."""
+    spec = schedule(type="linear", start=start, end=end, steps=steps)
+    longest = max(start, end)
+    assert any(is_due(spec, later) for later in range(step, step + longest))
+    due = [later for later in range(step, step + 3 * longest) if is_due(spec, later)]
+    for first, second in pairwise(due):
+        assert second - first == interval_at(spec, first)
 
 
 @given(st.floats(1, 1e4), st.integers(0, 10**6))
