@@ -32,6 +32,9 @@ _MODEL_FIELDS = {
     "delay_wgrad_compute": "weight gradients come after the backward pass; switch it off",
     "hybrid_context_parallel": "groups change from batch to batch; use context parallelism",
     "heterogeneous_block_specs": "layers are no transformer layers",
+    "is_hybrid_model": "state-space layers have not been tried; use transformer layers",
+    "mtp_num_layers": "multi-token prediction has not been tried; switch it off",
+    "multi_latent_attention": "its shared projections have not been tried; use other attention",
 }
 _OPTIMIZER_FIELDS = {
     "use_precision_aware_optimizer": "gradients are not where others are; switch it off",
@@ -103,11 +106,6 @@ def _model_problems(chunks: Sequence[Any], config: KFACConfig) -> Iterator[str]:
             "kfac.weight_sharing='reduce' (ranks and layers see parts of sequences; use 'expand')"
         )
     tensor = getattr(model, "tensor_model_parallel_size", 1)
-    if getattr(model, "multi_latent_attention", False) and tensor > 1:
-        yield (
-            "multi_latent_attention with tensor parallelism (gradients of its shared "
-            "projections differ between tensor ranks; use tensor_model_parallel_size=1)"
-        )
     if getattr(model, "gtp_remat", False) or getattr(model, "generalized_tensor_parallel", False):
         yield "generalized tensor parallelism (weights are cut along one more dimension)"
     if getattr(model, "num_moe_experts", None):

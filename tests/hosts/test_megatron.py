@@ -106,6 +106,16 @@ def test_block_mode_does_not_depend_on_the_layout_of_tokens(megatron_world: Worl
     assert jobs.difference(exact, plain) > 1e-4
 
 
+def test_shared_experts_are_dense_layers(megatron_world: Worlds) -> None:
+    """They are cut over the tensor group although the experts beside them are not."""
+    of = cell(model="moe", extra={"moe_shared_expert_intermediate_size": 24})
+    (alone,) = train(megatron_world, 1, of)
+    reports = train(megatron_world, 2, replace(of, ep=2, tp=2, sp=True))
+    assert "mlp.shared_experts.linear_fc1 " in reports[0].table
+    want = {name: value for name, (value, _) in alone.weights.items()}
+    assert jobs.difference(jobs.all_whole(reports), want) <= 3 * cells.FP32
+
+
 def test_a_batch_that_is_run_again_counts_once(megatron_world: Worlds) -> None:
     of = cell(per_token=True)
     once, twice = megatron_world(2).run(jobs.repeat, of)[0]

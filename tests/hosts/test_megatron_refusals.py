@@ -105,7 +105,6 @@ def test_fields_of_the_wrapper(field: str) -> None:
     [
         ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local'"),
         ({"gtp_remat": True}, "generalized tensor parallelism"),
-        ({"multi_latent_attention": True, "tensor_model_parallel_size": 2}, "multi_latent"),
         ({"num_moe_experts": 4, "expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size"),
         ({"num_moe_experts": 4, "tensor_model_parallel_size": 2}, "expert_tensor_parallel_size"),
         ({"num_moe_experts": 4, "add_bias_linear": True}, "experts with biases"),
@@ -123,10 +122,6 @@ def test_fields_of_the_wrapper(field: str) -> None:
 def test_combinations(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(UnsupportedError, match=f"KFAC-E150 .*{text}"):
         check(Stage(1, **settings))
-
-
-def test_latent_attention_without_tensor_parallelism_is_not_refused() -> None:
-    check(Stage(1, multi_latent_attention=True, tensor_model_parallel_size=1))
 
 
 @pytest.mark.parametrize(
