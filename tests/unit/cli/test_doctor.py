@@ -162,10 +162,10 @@ def test_processes_that_cannot_connect(
 
 def test_processes_that_wait_for_ever() -> None:
     """The time limit ends them; a module that needs no torch stands in for a hang."""
-    outcome = dry_run.run(1.4, module="tests.unit.cli.sleeper")
-    assert not outcome.ok and outcome.text == (
-        "not done after 1 s: rank 0: going to sleep; rank 1: going to sleep"
-    )
+    outcome = dry_run.run(3.0, module="tests.unit.cli.sleeper")
+    # On a busy machine they may not have come to say anything.
+    assert not outcome.ok and outcome.text.startswith("not done after 3 s: ")
+    assert "--timeout" in outcome.fix
 
 
 def test_a_dry_run_with_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
