@@ -108,13 +108,13 @@ def test_ranks_that_come_in_time_are_left_alone() -> None:
     assert world(2).run(jobs.slow_but_coming, isolated=True, compare_collectives=False) == [4, 4]
 
 
-def test_without_a_watchdog_the_place_is_named_too() -> None:
+def test_a_broken_call_is_named_with_its_place() -> None:
     text = world(2).run(jobs.lost_in_a_call, isolated=True, compare_collectives=False)[0]
     assert (
         text.startswith("KFAC-E122 step 1, vote (collective ")
         and "lost the other ranks: RuntimeError: Connection closed by peer; " in text
     )
-    assert "all ranks have come" in text
+    # What broke here is this rank's own call: where the other one is by then is up to it.
 
 
 def test_who_is_absent_in_words() -> None:
