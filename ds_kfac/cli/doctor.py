@@ -61,7 +61,7 @@ PACKAGES = (
     Package("safetensors", "0.4", "fail", "saving and loading K-FAC's state"),
     Package("deepspeed", "0.19", "warn", "ds_kfac.initialize; ds_kfac.attach works without it"),
     Package("transformers", "4.50", "ok", "Hugging Face models and its Trainer"),
-    Package("megatron-core", "0.16", "ok", "Megatron-Core models"),
+    Package("megatron-core", "0.14", "ok", "Megatron-Core models"),
 )
 
 

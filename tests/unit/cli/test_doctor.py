@@ -71,7 +71,7 @@ def test_a_false_apex_is_found_without_importing_it(
         ("0.18.4", "deepspeed", "warn", "pip install 'deepspeed>=0.19'"),
         (None, "transformers", "ok", ""),
         (None, "megatron-core", "ok", ""),
-        ("0.9", "megatron-core", "warn", "pip install 'megatron-core>=0.16'"),
+        ("0.9", "megatron-core", "warn", "pip install 'megatron-core>=0.14'"),
     ],
 )
 def test_versions(
