@@ -20,7 +20,7 @@ SCRIPT = ROOT / "launch" / "pretrain_gpt_megatron.py"
 FILES = sorted((ROOT / "configs").glob("megatron_*.args"))
 TINY = (
     "--num-layers 2 --hidden-size 32 --seq-length 16 --train-iters 4 --lr-warmup-iters 2 "
-    "--eval-interval 2 --eval-sequences 16"
+    "--eval-interval 2 --eval-sequences 16 --kfac-factor-update-steps 1 --kfac-inv-update-steps 4"
 ).split()
 TIMEOUT = 120
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
@@ -64,7 +64,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_there_are_argument_files() -> None:
-    layouts = {"tp2", "pp2", "dp2_distopt", "tp2_pp2_sp_distopt"}
+    layouts = {"tp2", "pp2", "dp2_distopt", "tp2_pp2_sp_distopt", "tp2_kfac", "pp2_kfac"}
     assert {f"megatron_{layout}" for layout in layouts} <= {path.stem for path in FILES}
 
 
@@ -76,7 +76,8 @@ def test_argument_files_say_what_their_names_do(path: Path) -> None:
     assert (args.pipeline_model_parallel_size == 2) == ("pp2" in words)
     assert args.sequence_parallel == ("sp" in words)
     assert args.use_distributed_optimizer == ("distopt" in words)
-    assert args.kfac == ("kfac" in words)
+    assert (megatron_arguments.kfac_flags.settings(args) is not None) == ("kfac" in words)
+    assert (args.optimizer == "kfac") == ("kfac" in words)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,13 @@ def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path, text: Path) 
     assert [int(row["step"]) for row in table] == list(range(5))
     assert float(table[-1]["val_loss"]) < float(table[0]["val_loss"])
     assert (whole / "loss.png").read_bytes().startswith(b"\x89PNG")
-    for expected in ("tokens/s=", "loss=", "left", "final validation loss", "K-FAC is off"):
+    for expected in (
+        "tokens/s=",
+        "loss=",
+        "left",
+        "final validation loss",
+        "K-FAC preconditions 8",
+    ):
         assert expected in output
     resumable = (*common, "--save", str(saved), "--load", str(saved), "--out", str(halves))
     code, output = launch(2, *resumable, "--exit-interval", "2")
