@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from ds_kfac.errors import KFACError
 from ds_kfac.hosts import megatron_arguments as kfac_flags
 
 
@@ -53,6 +54,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         cli.error(
             f"--use-distributed-optimizer works with --optimizer adam only, not {args.optimizer}"
         )
+    try:
+        kfac_flags.settings(args)
+    except KFACError as error:
+        cli.error(str(error))
     if args.optimizer == "kfac" and not args.kfac:
         cli.error("--optimizer kfac applies K-FAC's directions as they are: it needs --kfac")
     return args

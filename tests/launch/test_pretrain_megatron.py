@@ -90,6 +90,8 @@ def test_argument_files_say_what_their_names_do(path: Path) -> None:
         (["--optimizer", "sgd", "--use-distributed-optimizer"], "with --optimizer adam only"),
         (["--train-iters", "0"], "must be at least 1"),
         (["--kfac-damp", "1"], "unrecognized arguments"),
+        (["--kfac-damping", "1"], "--kfac-damping without --kfac"),
+        (["--kfac", "--kfac-damping", "-1"], "damping"),
     ],
 )
 def test_wrong_command_lines(
@@ -117,7 +119,7 @@ def test_wrong_values_are_explained_before_anything_starts(tmp_path: Path) -> No
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path, text: Path) -> None:
-    common = (f"@{ROOT / 'configs' / 'megatron_tp2.args'}", "--text", str(text), *TINY)
+    common = (f"@{ROOT / 'configs' / 'megatron_tp2_kfac.args'}", "--text", str(text), *TINY)
     whole, halves, saved = (tmp_path / name for name in ("whole", "halves", "saved"))
     code, output = launch(2, *common, "--out", str(whole))
     assert code == 0, output
