@@ -107,7 +107,7 @@ class FactorWise:
         return sum(len(bases) for bases, _ in solved.values())
 
     def _prepare(self, number: int) -> dict[_Side, SideFactors]:
-        settings = self._owner.begin_refresh(number)
+        settings = self._owner.refresh_settings(number)
         return {
             (layer, name): side
             for layer, state in self._owner.states.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -37,8 +36,6 @@ from ds_kfac.replicas import (
 )
 from ds_kfac.restore import Needs, has_foreign_bases, lacks_bases, signature
 from ds_kfac.state import LayerState, NextBases
-
-logger = logging.getLogger(__name__)
 
 OWN_MOMENTUM = ("orthogonal", "eigen_adam")
 DEFAULT_MOMENTUM = 0.95
@@ -103,7 +100,7 @@ class Owner:
         Raises:
             NumericalError: A block failed too often in a row (E110).
         """
-        settings = self.begin_refresh(step)
+        settings = self.refresh_settings(step)
         states = list(self.states.values())
         if at_once:
             self._changed |= zip(self.states, refresh(states, settings, step=step), strict=True)
@@ -115,11 +112,6 @@ class Owner:
             )
             self._begun = step
         return sum(len(state.spec.block_sizes) for state in states)
-
-    def begin_refresh(self, step: int) -> RefreshSettings:
-        """Say what there are no statistics of; the numbers in force."""
-        self._warn_of_missing_statistics()
-        return self.refresh_settings(step)
 
     def take(self, found: Mapping[int, NextBases]) -> None:
         """Use bases of owned layers that other ranks have helped to compute.
@@ -224,25 +216,17 @@ class Owner:
             on_cpu=self._config.inverse_device == "cpu" and self._device.type != "cpu",
         )
 
-    def _warn_of_missing_statistics(self) -> None:
-        """Say once which layers are trained without ever having been seen at work."""
+    def take_unseen(self) -> set[str]:
+        """Names, each told once, of layers that are trained but were never seen at work."""
         states = list(self.states.values())
         if not states:
-            return
+            return set()
         trained = torch.stack([state.updates for state in states]) > 0
         seen = torch.stack([state.a.averages[0].weight for state in states]) > 0
         unseen = zip(states, (trained & ~seen).tolist(), strict=True)
         names = {state.spec.name for state, is_unseen in unseen if is_unseen} - self._unseen
-        if names:
-            self._unseen |= names
-            logger.warning(
-                "KFAC-W113 %d layers have gradients but no statistics, so that there is nothing to "
-                "precondition them with: %s. Are they called in eval mode, are their weights used "
-                "without calling them, or has torch.compile run the model before K-FAC was "
-                "attached?",
-                len(names),
-                ", ".join(sorted(names)[:20]) + (", ..." if len(names) > 20 else ""),
-            )
+        self._unseen |= names
+        return names
 
     def directions(
         self,
@@ -300,7 +284,7 @@ class Owner:
 
     def restored(
         self, saved: Mapping[str, Any], *, step: int, settings: Mapping[str, Any] | None
-    ) -> dict[int, LayerState]:
+    ) -> tuple[dict[int, LayerState], int]:
         """Saved states of all owned layers, ready to take the place of the present ones.
 
         Factors are kept whatever they were decomposed with: bases that the configured solver
@@ -311,6 +295,9 @@ class Owner:
                 fit; others are left alone.
             step: Applied steps at that time.
             settings: What bases depended on then, see :func:`ds_kfac.restore.signature`.
+
+        Returns:
+            The states, and how many of them had bases that were recomputed.
         """
         needs = self.needs
         states = {
@@ -328,15 +315,10 @@ class Owner:
         for state in foreign:
             state.forget_bases()
         if foreign:
-            logger.warning(
-                "KFAC-W302 %d layers were saved with bases of another kind, or converted: they are "
-                "recomputed from the saved factors",
-                len(foreign),
-            )
             refresh(foreign, self.refresh_settings(step), step=step)
         if not self._config.background_inverse:
             take_upcoming(states.values())  # saved in a run that had more to come
-        return states
+        return states, len(foreign)
 
     def blank(self) -> dict[int, LayerState]:
         """States of layers that have seen nothing."""

@@ -343,8 +343,23 @@ class KFAC(Stateful):
             first = self.counters.refreshes == 0
             blocks = partition.update_curvature(pack, step, first=first)
             self.counters.decompositions += blocks
+        if schedules.is_due(self.config.inv_update_steps, step):
+            self._guard.run(self._warn_of_missing_statistics)
         self.counters.captures += schedules.is_due(self.config.factor_update_steps, step)
         self.counters.refreshes += schedules.is_due(self.config.inv_update_steps, step)
+
+    def _warn_of_missing_statistics(self) -> None:
+        """Say once which layers are trained without ever having been seen at work."""
+        names = sorted(set().union(*(p.owner.take_unseen() for p in self._partitions)))
+        if names:
+            logger.warning(
+                "KFAC-W113 %d layers have gradients but no statistics, so that there is nothing to "
+                "precondition them with: %s. Are they called in eval mode, are their weights used "
+                "without calling them, or has torch.compile run the model before K-FAC was "
+                "attached?",
+                len(names),
+                ", ".join(names[:20]) + (", ..." if len(names) > 20 else ""),
+            )
 
     def _replace_gradients(self, step: StepInput, clip: Tensor | None) -> None:
         number = self.counters.steps

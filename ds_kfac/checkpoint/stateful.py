@@ -278,21 +278,27 @@ class Stateful:
 
     def _stage(self, parts: Callable[[], _Parts]) -> Staged:
         """Build the live states of saved ones on every rank."""
+        recomputed = 0
 
         def build() -> Staged:
+            nonlocal recomputed
             saved = parts()
             counters = Counters.restored(saved.counters)
             check_layers(self._owned(), saved.layers, self._partitions[0].owner.needs)
-            states = [
-                partition.owner.restored(saved.layers, step=counters.steps, settings=saved.settings)
-                for partition in self._partitions
-            ]
+            states = []
+            for partition in self._partitions:
+                restored, count = partition.owner.restored(
+                    saved.layers, step=counters.steps, settings=saved.settings
+                )
+                states.append(restored)
+                recomputed += count
             return Staged(counters, states)
 
         staged = together(self._model, build)
         # Schedules are functions of these: ranks that disagree would wait for each other.
         shared = {k: v for k, v in vars(staged.counters).items() if k != "decompositions"}
         agree(self._model, "the K-FAC state's counters", repr(shared))
+        self._say_recomputed(sum(self._model.gather_objects(recomputed)))
         return staged
 
     def _adopt(self, staged: Staged) -> None:
@@ -316,6 +322,14 @@ class Stateful:
                 "KFAC-W304 %s: K-FAC starts anew, with statistics and schedules of step 0. Set "
                 "kfac.resume to 'require' to make this an error",
                 where,
+            )
+
+    def _say_recomputed(self, layers: int) -> None:
+        if layers and self._model.rank == 0:
+            logger.warning(
+                "KFAC-W302 %d layers were saved with bases of another kind, or converted: they are "
+                "recomputed from the saved factors",
+                layers,
             )
 
     def _say_changed_settings(self, manifest: Manifest) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -280,6 +281,32 @@ def resume(rank: int, ranks: int, cells: list[Cell], folder: str) -> list[list[s
         results.append(differences(straight, fingerprint(engine)))
         engine.destroy()
     return results
+
+
+def warnings_of_changed_solver(rank: int, ranks: int, cell: Cell, folder: str) -> list[str]:
+    """What is said where bases of dense layers and experts are of another kind, and idle ones.
+
+    From the second step on the experts of a rank are in eval mode: trained, never seen.
+    """
+    engine = make_engine(cell, rank, ranks)
+    take_step(engine, cell, 0, rank, ranks)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine = make_engine(replace(cell, kfac={**cell.kfac, "solver": "cholesky"}), rank, ranks)
+    handler = logging.Handler()
+    texts: list[str] = []
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_kfac").addHandler(handler)
+    engine.load_checkpoint(folder)
+    engine.kfac.reset()
+    for module in engine.module.modules():
+        if isinstance(module, nn.Linear):
+            module.eval()
+    for step in range(3):
+        take_step(engine, cell, step, rank, ranks)
+    logging.getLogger("ds_kfac").removeHandler(handler)
+    engine.destroy()
+    return texts
 
 
 def load_and_save(rank: int, ranks: int, cell: Cell, source: str, target: str) -> None:

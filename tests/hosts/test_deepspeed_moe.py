@@ -174,6 +174,17 @@ def test_engines_resume_exactly(tmp_path: Path) -> None:
     assert world(4).run(jobs.resume, cells, str(tmp_path)) == [[[]] * len(cells)] * 4
 
 
+def test_warnings_cover_dense_layers_and_experts_at_once(tmp_path: Path) -> None:
+    """KFAC-W302 and W113 came once per group of ranks, with the number of its own layers."""
+    cell = Cell(2, 2, 1, NATURAL)
+    first, second = world(2).run(jobs.warnings_of_changed_solver, cell, str(tmp_path))
+    recomputed = [text for text in first + second if "KFAC-W302" in text]
+    assert len(recomputed) == 1 and "KFAC-W302 6 layers" in recomputed[0]
+    for texts in (first, second):  # each rank speaks of the layers it owns, experts included
+        (unseen,) = [text for text in texts if "KFAC-W113" in text]
+        assert "deepspeed_experts" in unseen
+
+
 def test_states_do_not_depend_on_where_experts_are(tmp_path: Path) -> None:
     """Each ``(ranks, expert-parallel ranks)`` loads what the one before it has saved."""
     world(4).run(jobs.resume, [Cell(4, 2, 1, NATURAL)], str(tmp_path))
