@@ -62,9 +62,9 @@ def check_experts(engine: Any) -> None:
     if any(type(module).__name__ == "AutoEPMoELayer" for module in engine.module.modules()):
         problems.append("expert_parallel (AutoEP; use deepspeed.moe.layer.MoE)")
     if type(engine).__name__ == "PipelineEngine":
-        problems.append("MoE layers in a pipeline")
+        problems.append("MoE layers in a pipeline (use ZeRO 1 or 2 without PipelineModule)")
     if engine.sequence_parallel_size > 1:
-        problems.append("MoE layers with sequence parallelism")
+        problems.append("MoE layers with sequence parallelism (keep sequences whole)")
     if engine.mp_world_size > 1 or deepspeed_tensor.is_cut(engine):
         problems.append(_WITH_TENSOR)
     wrapper = type(engine.optimizer).__name__
@@ -74,7 +74,9 @@ def check_experts(engine: Any) -> None:
             "model's dtype)"
         )
     if getattr(engine.optimizer, "cpu_offload", False):
-        problems.append("MoE layers with an offloaded optimizer")
+        problems.append(
+            "MoE layers with an offloaded optimizer (remove zero_optimization.offload_optimizer)"
+        )
     if problems:
         raise UnsupportedError("E150", "not available with kfac: " + "; ".join(problems))
 

@@ -45,7 +45,9 @@ def _tensor_problems(config: Mapping[str, Any]) -> list[str]:
             "tensor_parallel.autotp_size with zero_optimization.stage=3 (use stage 0, 1 or 2)"
         )
     if (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
-        problems.append("tensor_parallel.autotp_size with zero_optimization.offload_optimizer")
+        problems.append(
+            "tensor_parallel.autotp_size with zero_optimization.offload_optimizer (remove it)"
+        )
     if (config.get("expert_parallel") or {}).get("enabled"):
         problems.append("expert_parallel (set enabled to false)")
     return problems
@@ -101,6 +103,13 @@ def check_engine(engine: Any) -> None:
             "a pipeline topology with tensor slicing (axis 'model') is not supported: use the axes "
             "'pipe' and 'data'",
         )
+    if hasattr(engine, "grid") and _scales_autocast(engine):
+        raise UnsupportedError(
+            "E150",
+            "torch_autocast.dtype='float16' in a pipeline: only the last stage's gradient scaler "
+            "ever scales a loss, and DeepSpeed's other stages fail at their first step or go on "
+            "with a scale of their own; use 'bfloat16', or fp16.enabled",
+        )
     wrapper = type(engine.optimizer).__name__
     bare = isinstance(engine.optimizer, torch.optim.Optimizer) and not engine.zero_optimization()
     if not bare and wrapper not in _WRAPPERS:
@@ -116,6 +125,12 @@ def check_engine(engine: Any) -> None:
         raise UnsupportedError(
             "E150", "DeepCompile is not supported: its graphs bypass the hooks; use torch.compile"
         )
+
+
+def _scales_autocast(engine: Any) -> bool:
+    import torch
+
+    return bool(engine.torch_autocast_enabled()) and engine.torch_autocast_dtype() == torch.float16
 
 
 def chosen_parameters(arguments: Mapping[str, Any]) -> set[int] | None:

@@ -40,8 +40,9 @@ class Cell:
         accumulation: Micro-batches per step.
         clipping: The engine's gradient clipping.
         frozen: Names of layers that are not trained.
-        dtype: ``fp32`` or ``bf16``.
+        dtype: ``fp32``, ``bf16`` or ``fp16``.
         extra: Settings of ``tensor_parallel``.
+        json: More DeepSpeed JSON.
         kv_heads: Key-value heads of the Llama.
         checkpointing: Recompute activations (Llama).
         steps: Optimizer steps.
@@ -57,6 +58,7 @@ class Cell:
     frozen: tuple[str, ...] = ()
     dtype: str = "fp32"
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
+    json: dict[str, Any] = field(default_factory=dict, hash=False)
     kv_heads: int = 4
     checkpointing: bool = False
     steps: int = STEPS
@@ -150,7 +152,8 @@ def loss_of(model: Any, cell: Cell, x: Tensor, y: Tensor) -> Tensor:
     """Mean over the sequences of the (micro-)batch."""
     if cell.model != "net":
         return model(input_ids=x, labels=y).loss
-    output = model(x.bfloat16() if cell.dtype == "bf16" else x)
+    dtype = topology_jobs.DTYPES[cell.dtype]
+    output = model(x if x.dtype == torch.float64 else x.to(dtype))
     return 0.5 * (output.float() - y).square().sum() / len(x)
 
 
@@ -164,19 +167,19 @@ def configuration(cell: Cell, tensor: int) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }
-    if cell.dtype == "bf16":
-        config["bf16"] = {"enabled": True}
+    if cell.dtype != "fp32":
+        config[cell.dtype] = {"enabled": True}
     if tensor > 1:
         config["tensor_parallel"] = {"autotp_size": tensor, **cell.extra}
         if cell.model == "net":
             config["tensor_parallel"].setdefault("partition_config", PARTITION)
     topology_jobs.add_optimizer(config, {**INTERVALS, **cell.kfac}, own=cell.own)
-    return config
+    return topology_jobs.merged(config, cell.json)
 
 
 def make_engine(cell: Cell, tensor: int) -> Any:
     """A real engine with K-FAC attached."""
-    deepspeed_cpu.prepare()
+    deepspeed_cpu.prepare(fake_fp16=cell.dtype == "fp16")
     model = make_model(cell)
     trained = [param for param in model.parameters() if param.requires_grad]
     engine, *_ = ds_kfac.initialize(
@@ -211,6 +214,10 @@ def _train_cell(size: int, tensor: int, cell: Cell) -> dict[str, Any]:
         if step == cell.bad:
             take_step(engine, cell, size, tensor, step, bad=True)
         with promise_jobs.only_ours(engine) as log:
+            take_step(engine, cell, size, tensor, step)
+        for _ in range(topology_jobs.MAX_OVERFLOWS):  # a loss scale that is being looked for
+            if engine.was_step_applied():
+                break
             take_step(engine, cell, size, tensor, step)
         logs.append(log)
         norms.append(float(engine.get_global_grad_norm()))

@@ -8,24 +8,29 @@ size (half precision; docs/adr/0006), or why the combination is refused.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_kfac.errors import KFACError
 from tests._harness import close_all, world
-from tests.hosts import deepspeed_cells, pipeline_jobs, test_deepspeed_pipeline, topology_jobs
+from tests.hosts import (
+    deepspeed_cells,
+    parallel_rows,
+    pipeline_jobs,
+    test_deepspeed_pipeline,
+    topology_jobs,
+)
 from tests.hosts import topology_table as table
 from tests.hosts.deepspeed_cells import cell
+from tests.hosts.engine_rows import PRECISIONS, Row, attempt
 from tests.hosts.topology_jobs import Cell
 
 SIZES = (1, 2, 4)
 ACCUMULATIONS = (1, 4)
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 PARAMETERS = {**OFFLOAD, "offload_param": {"device": "cpu", "pin_memory": False}}
-FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "ZeRO 0": ("0", {}),
@@ -38,51 +43,16 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "ZeRO 3, all offload": ("3", PARAMETERS),
 }
 
-# name: (dtype of the model, more JSON, largest error allowed)
-PRECISIONS: dict[str, tuple[str, dict[str, Any], float]] = {
-    "fp32": ("fp32", {}, 1e-5),
-    "bf16": ("bf16", {}, 6e-2),
-    "bf16, fp32 sums": ("bf16", FP32_SUMS, 6e-2),
-    "fp16": ("fp16", {"fp16": {"loss_scale": 64.0}}, 2e-2),
-    "fp16, dynamic": ("fp16", {"fp16": {"initial_scale_power": 32, "hysteresis": 1}}, 2e-2),
-    "autocast bf16": ("fp32", {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, 6e-2),
-    "autocast fp16": ("fp32", {"torch_autocast": {"enabled": True, "dtype": "float16"}}, 2e-2),
-}
 PIPELINES = {f"pipeline of 2, ZeRO {zero}": zero for zero in (0, 1)}
-PIPELINE_PRECISIONS = ("fp32", "bf16", "fp16")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One engine on a number of ranks with one accumulation."""
-
-    engine: str
-    size: int
-    accumulation: int
-    cells: dict[str, float | str]
-
-    @property
-    def passed(self) -> bool:
-        """Whether every cell that is not refused is within its tolerance."""
-        return all(
-            isinstance(value, str) or value <= PRECISIONS[name][2]
-            for name, value in self.cells.items()
-        )
+PIPELINE_PRECISIONS = ("fp32", "bf16", "fp16", "autocast bf16", "autocast fp16")
 
 
 def outcomes(rank: int, size: int, items: list[Cell]) -> list[dict[str, Tensor] | str]:
     """Weights of each cell, or why its engine does not start."""
-    found: list[dict[str, Tensor] | str] = []
-    for item in items:
-        try:
-            (report,) = deepspeed_cells.reports(rank, size, [item])
-        except KFACError as error:
-            found.append(f"refused: {error}")
-        except (ValueError, AssertionError, NotImplementedError) as error:
-            found.append(f"refused by DeepSpeed: {error}")
-        else:
-            found.append(report.weights)
-    return found
+    return [
+        attempt(lambda item=item: deepspeed_cells.reports(rank, size, [item])[0].weights)
+        for item in items
+    ]
 
 
 def measure(size: int, engines: list[str]) -> list[Row]:
@@ -122,29 +92,55 @@ def _value(outcome: dict[str, Tensor] | str, dtype: str, extra: dict[str, Any]) 
     return deepspeed_cells.movement_error(outcome, exact, topology_jobs.Net())
 
 
+def pipeline_outcome(rank: int, size: int, item: pipeline_jobs.Cell) -> dict[str, Tensor] | str:
+    """Weights of this rank's stage, or why its engine does not start."""
+    return attempt(lambda: pipeline_jobs.train_cell(rank, size, item)["weights"])
+
+
 def measure_pipelines(size: int) -> list[Row]:
     """Pipelines of two stages: three micro-batches per step."""
-    base = pipeline_jobs.Cell("holes", 2, 0, test_deepspeed_pipeline.NATURAL, own=True)
-    reference = test_deepspeed_pipeline.run_oracle(base)[0]
-    exact = {name: param.detach() for name, param in reference.model.named_parameters()}
+    base = pipeline_jobs.Cell("holes", 2, 0, test_deepspeed_pipeline.NATURAL)
+    model = pipeline_jobs.Whole("holes").double()
+
+    def loss(step: int) -> Tensor:
+        x, y = pipeline_jobs.batch("holes", step)
+        return 0.5 * (model(x) - y).square().sum() / pipeline_jobs.ROWS
+
+    exact = parallel_rows.oracle(
+        model,
+        test_deepspeed_pipeline.LAYERS["holes"],
+        test_deepspeed_pipeline.NATURAL,
+        loss=loss,
+        steps=pipeline_jobs.STEPS,
+    )
     rows = []
     for engine, zero in PIPELINES.items():
         cells: dict[str, float | str] = {}
         for name in PIPELINE_PRECISIONS:
             dtype, extra, _ = PRECISIONS[name]
-            item = replace(base, zero=zero, dtype=dtype, extra=extra)
-            # Stages send to their neighbours, so that ranks differ in what they call.
-            reports = world(size).run(
-                pipeline_jobs.train, [item], timeout=120, compare_collectives=False, isolated=True
+            item = replace(
+                base, zero=zero, dtype=dtype, extra={**extra, **parallel_rows.WITHOUT_DECAY}
             )
-            weights = {n: w for report in reports for n, w in report[0]["weights"].items()}
-            if name == "fp32":
-                cells[name] = deepspeed_cells.difference(weights, exact)
-            else:
-                start = pipeline_jobs.Whole("holes")
-                cells[name] = deepspeed_cells.movement_error(weights, exact, start)
+            # Stages send to their neighbours, so that ranks differ in what they call.
+            found = world(size).run(
+                pipeline_outcome, item, timeout=240, compare_collectives=False, isolated=True
+            )
+            cells[name] = _of_stages(name, found, exact)
         rows.append(Row(engine, size, pipeline_jobs.MICRO_BATCHES, cells))
     return rows
+
+
+def _of_stages(
+    name: str, found: list[dict[str, Tensor] | str], exact: dict[str, Tensor]
+) -> float | str:
+    weights: dict[str, Tensor] = {}
+    for part in found:
+        if isinstance(part, str):
+            return part
+        weights |= part
+    if name == "fp32":
+        return deepspeed_cells.difference(weights, exact)
+    return deepspeed_cells.movement_error(weights, exact, pipeline_jobs.Whole("holes"))
 
 
 def format_table(rows: list[Row]) -> str:
@@ -152,18 +148,18 @@ def format_table(rows: list[Row]) -> str:
     heads = [*PRECISIONS]
     reasons: list[str] = []
     lines = [
-        f"{'engine':<22}{'ranks':>6}{'acc':>5}" + "".join(f"{head:>17}" for head in heads),
+        f"{'engine':<27}{'ranks':>6}{'acc':>5}" + "".join(f"{head:>17}" for head in heads),
     ]
     for row in rows:
         texts = [_text(row.cells.get(head), reasons) for head in heads]
         verdict = "" if row.passed else "   FAILED"
         lines.append(
-            f"{row.engine:<22}{row.size:>6}{row.accumulation:>5}"
+            f"{row.engine:<27}{row.size:>6}{row.accumulation:>5}"
             + "".join(f"{text:>17}" for text in texts)
             + verdict
         )
     limits = "".join(f"{PRECISIONS[head][2]:>17.0e}" for head in heads)
-    lines.append(f"{'allowed':<33}{limits}")
+    lines.append(f"{'allowed':<38}{limits}")
     return "\n".join([*lines, *(f"[{i}] {reason}" for i, reason in enumerate(reasons, 1))])
 
 
@@ -183,9 +179,10 @@ def main() -> int:
     torch.set_num_threads(1)
     rows = [row for size in SIZES for row in measure(size, list(ENGINES))]
     rows += [row for size in SIZES[1:] for row in measure_pipelines(size)]
-    order = [*ENGINES, *PIPELINES]
-    rows.sort(key=lambda row: (order.index(row.engine), row.size, row.accumulation))
-    print("type KFAC, natural: difference to the single-process float64 oracle")
+    rows += parallel_rows.measure()
+    order = {name: index for index, name in enumerate([*ENGINES, *PIPELINES])}
+    rows.sort(key=lambda row: (order.get(row.engine, len(order)), row.engine, row.size))
+    print("natural: difference to the single-process float64 oracle")
     print(format_table(rows))
     close_all()
     return int(not all(row.passed for row in rows))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import ds_kfac
 from tests._harness import deepspeed_cpu
 from tests._harness.collectives import recording
+from tests.hosts import topology_jobs
 from tests.hosts.engine_checkpoint_jobs import differences
 
 WIDTH, HIDDEN, CLASSES = 6, 7, 3
@@ -37,12 +38,14 @@ class Cell:
         top: Experts per token.
         capacity: Capacity factor; 0 drops no token.
         own: Optimizer type KFAC; otherwise AdamW beside a kfac section.
+        sgd: SGD with momentum in place of AdamW.
         clipping: The engine's gradient clipping.
         starved: In some steps no token goes to the last expert, in others one part sends some.
         poisoned: In step 1 an expert of one rank sees NaN.
         split: The caller splits parameters as DeepSpeed's documentation says.
         dtype: ``fp32``, ``bf16`` or ``fp16``.
         odd: Rank that has the bias of an expert frozen; none by default.
+        extra: More DeepSpeed JSON.
     """
 
     experts: int
@@ -52,12 +55,14 @@ class Cell:
     top: int = 1
     capacity: float = 0.0
     own: bool = True
+    sgd: bool = False
     clipping: float = 0.0
     starved: bool = False
     poisoned: bool = False
     split: bool = False
     dtype: str = "fp32"
     odd: int = -1
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
 class Expert(nn.Module):
@@ -199,12 +204,15 @@ def config_of(cell: Cell, ranks: int) -> dict[str, Any]:
     else:
         params = {"lr": LR, "weight_decay": DECAY, "eps": EPS, "torch_adam": True}
         config["optimizer"] = {"type": "AdamW", "params": params}
+        if cell.sgd:
+            config["optimizer"] = {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}}
+            config["zero_allow_untested_optimizer"] = True
         config["kfac"] = dict(cell.kfac)
     if cell.dtype != "fp32":
         config[cell.dtype] = {"enabled": True}
     if cell.dtype == "fp16":
         config["fp16"]["loss_scale"] = 256
-    return config
+    return topology_jobs.merged(config, cell.extra)
 
 
 def make_engine(cell: Cell, rank: int, ranks: int, **extra: Any) -> Any:
@@ -236,6 +244,10 @@ def train_cell(rank: int, ranks: int, cell: Cell) -> dict[str, Any]:
     first = rank % cell.expert_parallel * (cell.experts // cell.expert_parallel)
     for step in range(STEPS):
         take_step(engine, cell, step, rank, ranks)
+        for _ in range(0 if cell.poisoned else topology_jobs.MAX_OVERFLOWS):
+            if engine.was_step_applied():
+                break
+            take_step(engine, cell, step, rank, ranks)  # a loss scale is being looked for
         named = {global_name(n, first): p for n, p in engine.module.named_parameters()}
         report["weights"].append({n: p.detach().float().clone() for n, p in named.items()})
         report["factors"].append({global_name(n, first): kfac.factors(n) for n in kfac.owners})

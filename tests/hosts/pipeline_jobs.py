@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import ds_kfac
 from tests._harness import deepspeed_cpu
+from tests.hosts import topology_jobs
 
 FEATURES, WIDTH, CLASSES = 6, 8, 3
 ROWS, MICRO_BATCHES, STEPS = 24, 3, 4
@@ -171,8 +172,6 @@ def make_config(cell: Cell, ranks: int) -> dict[str, Any]:
     }
     if cell.dtype != "fp32":
         config[cell.dtype] = {"enabled": True}
-    for key, value in cell.extra.items():
-        config[key] = {**config.get(key, {}), **value}
     if cell.own:
         params = {"lr": LR, "weight_decay": DECAY, "aux": {"lr": AUX_LR}, **(cell.kfac or {})}
         config["optimizer"] = {"type": "KFAC", "params": params}
@@ -181,7 +180,7 @@ def make_config(cell: Cell, ranks: int) -> dict[str, Any]:
         config["optimizer"] = {"type": "SGD", "params": params}
         if cell.kfac is not None:
             config["kfac"] = dict(cell.kfac)
-    return config
+    return topology_jobs.merged(config, cell.extra)
 
 
 def make_engine(cell: Cell, ranks: int) -> Any:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_kfac.errors import UnsupportedError
+from ds_kfac.hosts import deepspeed_moe
 from tests._harness import world
 from tests.hosts import moe_jobs as jobs
 from tests.hosts.moe_jobs import Cell
@@ -43,6 +45,10 @@ CELLS = {
         Cell(2, 1, 2, NATURAL, own=False, capacity=0.75),
     ],
 }
+
+
+class AutoEPMoELayer(torch.nn.Module):
+    """Has the name of DeepSpeed's layer that replaces a model's own experts."""
 
 
 @functools.cache
@@ -220,6 +226,31 @@ def test_what_is_not_supported_is_refused() -> None:
     for messages in world(2).run(jobs.refuse, list(cells.values())):
         for words, message in zip(cells, messages, strict=True):
             assert "E150" in message and words in message, message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kind": "PipelineEngine"}, r"MoE layers in a pipeline \(use ZeRO 1 or 2"),
+        ({"sequence_parallel_size": 2}, r"with sequence parallelism \(keep sequences whole\)"),
+        ({"mp_world_size": 2}, r"with tensor parallelism \(set .*autotp_size to 1\)"),
+        ({"module": AutoEPMoELayer()}, r"AutoEP; use deepspeed\.moe\.layer\.MoE"),
+    ],
+)
+def test_experts_with_other_parallelism_are_refused(changes: dict[str, Any], words: str) -> None:
+    """Before the first step, each with the alternative."""
+    facts = {
+        "has_moe_layers": True,
+        "module": torch.nn.Linear(1, 1),
+        "sequence_parallel_size": 1,
+        "mp_world_size": 1,
+        "autotp_size": lambda self: 1,
+        "optimizer": None,
+    }
+    kind = changes.get("kind", "DeepSpeedEngine")
+    engine = type(kind, (), {**facts, **changes})()
+    with pytest.raises(UnsupportedError, match=words):
+        deepspeed_moe.check_experts(engine)
 
 
 def test_ranks_that_hold_different_experts_raise_together() -> None:

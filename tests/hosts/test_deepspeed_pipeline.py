@@ -49,6 +49,8 @@ def cells(ranks: int) -> dict[tuple[str, int, int], Cell]:
 
 
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+AUTOCAST_BF16 = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+AUTOCAST_FP16 = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 FIXED_SCALE = {"fp16": {"loss_scale": 64.0}}
 LARGE_SCALE = {"fp16": {"initial_scale_power": 32, "hysteresis": 1, "loss_scale_window": 2}}
 EXTRAS = {
@@ -64,6 +66,8 @@ EXTRAS = {
     "fp16 overflows": Cell("tied", 2, 1, NATURAL, clipping=0.2, dtype="fp16", extra=LARGE_SCALE),
     "bf16 holes": Cell("holes", 2, 0, NATURAL, own=True, dtype="bf16"),
     "fp16 holes": Cell("holes", 2, 0, NATURAL, own=True, dtype="fp16", extra=FIXED_SCALE),
+    "autocast bf16 zero 0": Cell("tied", 2, 0, NATURAL, clipping=0.2, extra=AUTOCAST_BF16),
+    "autocast bf16 zero 1": Cell("holes", 2, 1, NATURAL, extra=AUTOCAST_BF16),
     "poisoned": Cell("holes", 2, 0, NATURAL, poison=1),
     "poisoned zero 1": Cell("holes", 2, 1, NATURAL, poison=1),
     "without kfac": Cell("tied", 2, 1, None, clipping=0.2),  # stage 0 reports no norm
@@ -234,7 +238,7 @@ def test_activation_checkpointing_counts_once(runs: Any, oracles: Any, mode: str
                 torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("key", [key for key in EXTRAS if key[:4] in ("bf16", "fp16")])
+@pytest.mark.parametrize("key", [key for key in EXTRAS if key[:4] in ("bf16", "fp16", "auto")])
 def test_half_precision_follows_the_oracle(runs: Any, key: str) -> None:
     """Weights of 8 or 11 bits: what training changed is right to a few per cent of it.
 
@@ -242,7 +246,7 @@ def test_half_precision_follows_the_oracle(runs: Any, key: str) -> None:
     without layers has fewer parameter groups, and the wrapper's norm waited for the missing one.
     """
     cell = EXTRAS[key]
-    bits = 8 if cell.dtype == "bf16" else 11
+    bits = 11 if cell.dtype == "fp16" else 8
     # Without ZeRO the wrapper decays weights once while it is built, undone for type KFAC alone.
     reference, norms, _ = run_oracle(cell)
     start = dict(jobs.Whole(cell.model).named_parameters())
@@ -322,6 +326,15 @@ def test_pipeline_with_tensor_slicing_is_refused() -> None:
     engine = type("PipelineEngine", (), {"grid": grid})()
     with pytest.raises(UnsupportedError, match=r"axis 'model'.*use the axes 'pipe' and 'data'"):
         deepspeed_support.check_engine(engine)
+
+
+def test_pipeline_with_scaled_autocast_is_refused(world: Any) -> None:
+    """Stages but the last failed in their first step, and the last one waited for ever."""
+    for zero in (0, 1):
+        cell = Cell("holes", 2, zero, NATURAL, extra=AUTOCAST_FP16)
+        for messages in world(2).run(jobs.refuse, [cell], compare_collectives=False, isolated=True):
+            assert "KFAC-E150 torch_autocast.dtype='float16' in a pipeline" in messages[0]
+            assert "use 'bfloat16', or fp16.enabled" in messages[0]
 
 
 def test_other_pipeline_engines_are_refused() -> None:

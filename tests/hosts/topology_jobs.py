@@ -18,6 +18,7 @@ from tests._harness import deepspeed_cpu
 
 ROWS = 48
 STEPS = 5
+MAX_OVERFLOWS = 40
 FEATURES, WIDTH, CLASSES = 6, 10, 4
 
 

@@ -29,6 +29,7 @@ class Cell:
         own: Optimizer type KFAC; otherwise SGD with momentum beside a kfac section.
         accumulation: Micro-batches per step.
         clipping: The engine's gradient clipping.
+        dtype: ``fp32``, ``bf16`` or ``fp16``.
         extra: More DeepSpeed JSON.
     """
 
@@ -37,6 +38,7 @@ class Cell:
     own: bool = True
     accumulation: int = 1
     clipping: float = 0.0
+    dtype: str = "fp32"
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
@@ -114,13 +116,15 @@ def config_of(cell: Cell, copies: int) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }
+    if cell.dtype != "fp32":
+        config[cell.dtype] = {"enabled": True}
     topology_jobs.add_optimizer(config, cell.kfac, own=cell.own)
     return topology_jobs.merged(config, cell.extra)
 
 
-def start(size: int) -> Any:
+def start(size: int, *, fake_fp16: bool = False) -> Any:
     """Sequence groups of the job's ranks, as DeepSpeed's own launchers make them."""
-    deepspeed_cpu.prepare()
+    deepspeed_cpu.prepare(fake_fp16=fake_fp16)
     import deepspeed.runtime.sequence_parallel.parallel_state_sp as mpu
 
     mpu.initialize_sequence_parallel(sequence_parallel_size=size)
@@ -138,11 +142,12 @@ def make_engine(cell: Cell, mpu: Any, copies: int) -> Any:
 
 def train(rank: int, ranks: int, sequence: int, cells: list[Cell]) -> list[dict[str, Any]]:
     """Train every cell with sequences cut over ``sequence`` ranks."""
-    mpu = start(sequence)
-    return [_train(rank // sequence, rank % sequence, ranks // sequence, mpu, c) for c in cells]
+    mpu = start(sequence, fake_fp16=any(cell.dtype == "fp16" for cell in cells))
+    return [train_cell(rank // sequence, rank % sequence, ranks // sequence, mpu, c) for c in cells]
 
 
-def _train(copy: int, place: int, copies: int, mpu: Any, cell: Cell) -> dict[str, Any]:
+def train_cell(copy: int, place: int, copies: int, mpu: Any, cell: Cell) -> dict[str, Any]:
+    """Train one cell as copy ``copy`` of the sequences, holding their part ``place``."""
     import deepspeed
 
     engine = make_engine(cell, mpu, copies)
@@ -151,16 +156,20 @@ def _train(copy: int, place: int, copies: int, mpu: Any, cell: Cell) -> dict[str
     for step in range(STEPS):
         x, y = batch(step)
         parts = torch.arange(BATCH).chunk(copies * cell.accumulation)
-        for rows in parts[copy * cell.accumulation :][: cell.accumulation]:
-            mine = rows[:, None], positions[None]
-            engine.backward(loss(engine(x[mine]), y[mine]))
-            engine.step()
+        for _ in range(topology_jobs.MAX_OVERFLOWS):  # where a loss scale is being looked for
+            for rows in parts[copy * cell.accumulation :][: cell.accumulation]:
+                mine = rows[:, None], positions[None]
+                output = engine(x[mine].to(topology_jobs.DTYPES[cell.dtype]))
+                engine.backward(loss(output.float(), y[mine]))
+                engine.step()
+            if engine.was_step_applied():
+                break
         norms.append(float(engine.get_global_grad_norm()))
     kfac = engine.kfac
     named = dict(engine.module.named_parameters())
     sharded = [param for param in named.values() if hasattr(param, "ds_id")]
     with deepspeed.zero.GatheredParameters(sharded):
-        weights = {name: param.detach().clone() for name, param in named.items()}
+        weights = {name: param.detach().float().clone() for name, param in named.items()}
     report = {
         "weights": weights,
         "norms": norms,
