@@ -6,7 +6,7 @@ allowed and the nearest valid name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -93,6 +93,8 @@ class KFACConfig(BaseModel):
         factor_decay: Decay of the factor average per *applied step*.
         factor_update_steps: Applied steps between two captures of statistics.
         inv_update_steps: Applied steps between two decompositions.
+        max_overhead: Largest share of a step without K-FAC that it may add: thins out
+            statistics and bases as far as measured times ask for.
         kl_clip: Trust region of natural and ekfac: bound on the modelled change; null is off.
         grafting: Per-layer length rule: as is, RMS 0.2, or the norm of Adam's update.
         momentum: Average of the raw gradient that is preconditioned in its place.
@@ -142,6 +144,7 @@ class KFACConfig(BaseModel):
     ] = 0.95
     factor_update_steps: Interval = 10
     inv_update_steps: Interval = 10
+    max_overhead: Annotated[Number | None, _expected("a number > 0, or null", gt=0)] = None
     kl_clip: Annotated[
         Scheduled | None, Positive, _expected("a number > 0, a schedule of such numbers, or null")
     ] = 0.001
@@ -222,6 +225,7 @@ class KFACConfig(BaseModel):
                 )
                 problems.append((("factor_update_steps", "inv_update_steps"), text))
                 break
+        problems += self._governor_contradictions()
         if self.solver == "cholesky" and self.direction in ("ekfac", "eigen_adam"):
             text = (
                 f"direction {self.direction!r} works in an eigenbasis; solver 'cholesky' has none: "
@@ -257,6 +261,23 @@ class KFACConfig(BaseModel):
             # The default is for directions that have a use for it; dumped, it would be refused.
             self.__dict__["kl_clip"] = None
         return problems
+
+    def _governor_contradictions(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        if self.max_overhead is None:
+            return
+        for key in ("factor_update_steps", "inv_update_steps", "factor_token_fraction"):
+            if not isinstance(getattr(self, key), int | float):
+                text = (
+                    f"{key} is a schedule, and max_overhead ({self.max_overhead}) chooses it too: "
+                    "remove one of them (a number is where max_overhead starts)"
+                )
+                yield (key, "max_overhead"), text
+        if self.factor_update_steps == 1:
+            text = (
+                f"max_overhead ({self.max_overhead}) compares steps with and without statistics: "
+                "set factor_update_steps to 2 or more"
+            )
+            yield ("factor_update_steps", "max_overhead"), text
 
     @property
     def uses_kl_clip(self) -> bool:

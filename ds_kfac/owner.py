@@ -14,6 +14,7 @@ from ds_kfac.config import KFACConfig
 from ds_kfac.direct import DirectionSettings, direction
 from ds_kfac.layers.matrixview import to_flat, to_matrix
 from ds_kfac.layers.spec import LayerSpec
+from ds_kfac.pace import Pace
 from ds_kfac.plan.program import ReduceItem
 from ds_kfac.refresh import (
     RefreshSettings,
@@ -49,6 +50,7 @@ class Owner:
         owned: Indices of the layers this rank owns.
         computed: Those whose direction it computes; others may own some of them.
         config: Settings.
+        pace: Intervals in force.
         momentum: Decay of the gradient average that is preconditioned.
         device: Compute device.
         dtype: Compute dtype.
@@ -62,6 +64,7 @@ class Owner:
         computed: Sequence[int],
         config: KFACConfig,
         *,
+        pace: Pace,
         momentum: float,
         device: torch.device,
         dtype: torch.dtype,
@@ -70,6 +73,7 @@ class Owner:
         self._uncounted = uncounted
         self.states = {i: LayerState.zeros(specs[i], device, dtype) for i in owned}
         self._config = config
+        self._pace = pace
         self._momentum = momentum
         self._device = device
         self._dtype = dtype
@@ -134,7 +138,7 @@ class Owner:
             Exception: What went wrong there; the last good bases stay.
         """
         begun = self._begun
-        if begun is None or (step is not None and not is_time(self._config, begun, step)):
+        if begun is None or (step is not None and not is_time(self._pace, begun, step)):
             return
         self._begun = None
         for state, found in zip(self.states.values(), self._background.finish(), strict=True):
@@ -150,7 +154,7 @@ class Owner:
         due = {
             layer: state
             for layer, state in self.states.items()
-            if state.upcoming is not None and is_time(self._config, state.upcoming.step, step)
+            if state.upcoming is not None and is_time(self._pace, state.upcoming.step, step)
         }
         self._changed |= {n: s.upcoming for n, s in due.items() if s.upcoming is not None}
         take_upcoming(due.values())
@@ -328,19 +332,18 @@ class Owner:
         }
 
 
-def is_time(config: KFACConfig, begun: int, step: int) -> bool:
+def is_time(pace: Pace, begun: int, step: int) -> bool:
     """Whether bases begun at a step are to be used: after half of the interval.
 
     A function of steps alone, so that runs repeat however long it takes, and ranks agree.
 
     Args:
-        config: Settings.
+        pace: Intervals in force.
         begun: Applied step whose factors they are of.
         step: Applied-step counter.
     """
-    interval = config.inv_update_steps
-    half = (schedules.interval_at(interval, begun) + 1) // 2
-    return step >= begun + half or (step > begun and schedules.is_due(interval, step))
+    half = (schedules.interval_at(pace.inverse_steps, begun) + 1) // 2
+    return step >= begun + half or (step > begun and pace.refreshes(step))
 
 
 def _rates(spec: LayerSpec, learning_rates: Mapping[str, float]) -> tuple[float, float]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_kfac import schedules
 from ds_kfac.assembly import Assembly, PartitionPlan
 from ds_kfac.comm.bases import Sharing
 from ds_kfac.comm.guard import Guard
@@ -19,6 +18,7 @@ from ds_kfac.comm.run import GradientExchange, reduce_factors
 from ds_kfac.config import KFACConfig
 from ds_kfac.factorwise import FactorWise
 from ds_kfac.owner import Owner, is_time
+from ds_kfac.pace import Pace
 from ds_kfac.plan.program import ReduceItem
 from ds_kfac.replicas import moments_numel
 from ds_kfac.state import LayerState
@@ -50,6 +50,7 @@ class Partition:
         config: Settings.
         momentum: Decay of the gradient average that is preconditioned.
         guard: Keeps errors of this rank's own work.
+        pace: Says what is due in a step.
     """
 
     def __init__(
@@ -60,10 +61,12 @@ class Partition:
         *,
         momentum: float,
         guard: Guard,
+        pace: Pace,
     ) -> None:
         self.layers = plan.layers
         self.program = plan.program
         self.communicator = plan.communicator
+        self._pace = pace
         self._config = config
         self._guard = guard
         self._device, self._dtype = assembly.device, assembly.dtype
@@ -84,6 +87,7 @@ class Partition:
             self.exchange.owned,
             self.exchange.computed,
             config,
+            pace=pace,
             momentum=momentum,
             device=assembly.device,
             dtype=assembly.dtype,
@@ -176,25 +180,27 @@ class Partition:
         Returns:
             Blocks decomposed on this rank.
         """
-        if schedules.is_due(self._config.factor_update_steps, number):
-            sums = reduce_factors(
-                self.program.rounds,
-                self.communicator,
-                lambda item, out: self._guard.run(lambda: pack(item, out)),
-                dtype=self._dtype,
-                device=self._device,
-                names=self._names,
-            )
-            self._guard.run(lambda: self.owner.fold(sums, step=number))
-        return self._update_bases(number, first=first)
+        if self._pace.captures(number):
+            with self._pace.timed("reduce"):
+                sums = reduce_factors(
+                    self.program.rounds,
+                    self.communicator,
+                    lambda item, out: self._guard.run(lambda: pack(item, out)),
+                    dtype=self._dtype,
+                    device=self._device,
+                    names=self._names,
+                )
+                self._guard.run(lambda: self.owner.fold(sums, step=number))
+        with self._pace.timed("refresh"):
+            return self._update_bases(number, first=first)
 
     def _update_bases(self, number: int, *, first: bool) -> int:
         """What is sent, and when, is the same on all ranks: a function of steps alone."""
         owner, blocks, changed = self.owner, 0, False
-        if self._begun is not None and is_time(self._config, self._begun, number):
+        if self._begun is not None and is_time(self._pace, self._begun, number):
             self._begun, changed = None, True
         self._guard.run(lambda: owner.swap(step=number))
-        if schedules.is_due(self._config.inv_update_steps, number):
+        if self._pace.refreshes(number):
             at_once = first or not self._config.background_inverse
             self.communicator.progress.at("bases", self._owned)
             if self.factorwise is not None:

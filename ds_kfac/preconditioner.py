@@ -42,10 +42,12 @@ from ds_kfac.comm.vote import Verdict, health, raise_everywhere
 from ds_kfac.comm.watchdog import watch
 from ds_kfac.config import KFACConfig
 from ds_kfac.errors import StateError, nearest
+from ds_kfac.governor import Governor
 from ds_kfac.layers.identity import Identity
 from ds_kfac.layers.spec import LayerTable
 from ds_kfac.math.directions import kl_scale
 from ds_kfac.owner import resolve_momentum
+from ds_kfac.pace import Pace
 from ds_kfac.partition import Directions, Partition
 from ds_kfac.state import LayerState
 from ds_kfac.step_input import StepInput, read, refuse_nonfinite
@@ -94,8 +96,9 @@ class KFAC(Stateful):
         self._token_sides = parts.token_sides
         self._stored_names, self._tensor_cut = parts.stored_names, parts.tensor
         momentum = resolve_momentum(config, own_optimizer=own_optimizer)
+        self._pace = Pace(config)
         self._partitions = [
-            Partition(plan, parts, config, momentum=momentum, guard=self._guard)
+            Partition(plan, parts, config, momentum=momentum, guard=self._guard, pace=self._pace)
             for plan in parts.partitions
         ]
         specs = self._layers.layers
@@ -120,6 +123,9 @@ class KFAC(Stateful):
         if config.factor_micro_batches == "last":
             self._session.skips_rows = lambda: not host.micro_batch_is_last()
         self._handles += watch_experts(host.model, masks, wanted=lambda: self._session.active)
+        self._governor = Governor(
+            self._pace, config.max_overhead, self._device, self._model, self._guard, host.announce
+        )
         self._begin_step()
         self._progress.outside()
         if self._work.rank == 0 and (self._model.rank == 0 or parts.is_stage):
@@ -152,7 +158,15 @@ class KFAC(Stateful):
 
     def table(self) -> str:
         """Printable table: name, kind, dims, blocks and owner, or the reason for being left out."""
-        return layer_table(self._layers, list(self.owners.values()))
+        text = layer_table(self._layers, list(self.owners.values()))
+        return text + self._governor.last_line()
+
+    def pace(self) -> dict[str, Any]:
+        """Intervals and row fraction since step 0, as settings that repeat them.
+
+        In place of ``max_overhead`` in the JSON they give the same run, bit for bit.
+        """
+        return self._pace.settings()
 
     def coverage(self) -> str:
         """One line: what is preconditioned and what is not."""
@@ -160,7 +174,7 @@ class KFAC(Stateful):
 
     def metrics(self) -> dict[str, float]:
         """Current counts and values of this rank, as floats (synchronises with the device)."""
-        return collect(
+        return self._governor.metrics() | collect(
             self.counters,
             self._states().values(),
             damping=schedules.value_at(self.config.resolved_damping, self.counters.steps),
@@ -245,6 +259,7 @@ class KFAC(Stateful):
             self.counters.steps += 1
         else:
             self.counters.skipped += 1
+            self._governor.drop()
         self._ledger.steps += 1
         self._begin_step()
 
@@ -263,9 +278,12 @@ class KFAC(Stateful):
     # ------------------------------------------------------------------ parts of a step
 
     def _step(self, prepare: Callable[[], None] | None) -> bool:
+        number = self.counters.steps
+        self._governor.enter(number)
         self._guard.keep(self._session.take_error())
         self._progress.at("bases awaited")
-        self._await_bases(self.counters.steps)
+        with self._governor.waits():
+            self._await_bases(number)
         self._progress.at("gradients read")
         step = self._guard.run(lambda: self._read(prepare))
         self._progress.at("vote")
@@ -277,17 +295,19 @@ class KFAC(Stateful):
         if verdict is Verdict.NONFINITE:
             refuse_nonfinite(
                 step,
-                self.counters.steps,
+                number,
                 self._model,
                 raises=self.config.on_nonfinite == "raise",
                 speaks=self._model.rank == 0,
             )
             return False
+        self._governor.voted(number)
         self._progress.at("gradient norm")
         clip = self._clip_coefficient(step)
         self._update_curvature(step.pending)
         step.pending.clear()
         self._replace_gradients(step, clip)
+        self._governor.leave()
         if self._guard.error is not None:  # said now: this may have been the last step
             logger.error(
                 "K-FAC failed on this rank; all ranks stop at the next step",
@@ -298,8 +318,8 @@ class KFAC(Stateful):
     def _begin_step(self) -> None:
         step = self.counters.steps
         self._session.begin(
-            active=schedules.is_due(self.config.factor_update_steps, step),
-            fraction=schedules.value_at(self.config.factor_token_fraction, step),
+            active=self._pace.captures(step),
+            fraction=self._pace.fraction(step),
             turn=self.counters.captures,
         )
 
@@ -335,7 +355,7 @@ class KFAC(Stateful):
 
     def _update_curvature(self, pending: dict[str, Pending]) -> None:
         step = self.counters.steps
-        if self._token_sides and schedules.is_due(self.config.factor_update_steps, step):
+        if self._token_sides and self._pace.captures(step):
             like = torch.empty(0, device=self._device, dtype=self._session.dtype)
             add_up_tokens(pending, self._layers.layers, self._token_sides, self._tensor, like=like)
         for partition in self._partitions:
@@ -343,10 +363,10 @@ class KFAC(Stateful):
             first = self.counters.refreshes == 0
             blocks = partition.update_curvature(pack, step, first=first)
             self.counters.decompositions += blocks
-        if schedules.is_due(self.config.inv_update_steps, step):
+        if self._pace.refreshes(step):
             self._guard.run(self._warn_of_missing_statistics)
-        self.counters.captures += schedules.is_due(self.config.factor_update_steps, step)
-        self.counters.refreshes += schedules.is_due(self.config.inv_update_steps, step)
+        self.counters.captures += self._pace.captures(step)
+        self.counters.refreshes += self._pace.refreshes(step)
 
     def _warn_of_missing_statistics(self) -> None:
         """Say once which layers are trained without ever having been seen at work."""

@@ -122,6 +122,7 @@ class Manifest(_Strict):
         files: Files with tensors.
         layers: All layers of the model.
         tensor: The tensor-parallel layout; None where nothing was cut.
+        decisions: What the cost governor had decided, see :mod:`ds_kfac.pace`.
     """
 
     save_id: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -135,6 +136,7 @@ class Manifest(_Strict):
     files: list[StoredFile]
     layers: list[StoredLayer]
     tensor: StoredTensor | None = None
+    decisions: list[dict[str, Count]] = []
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:

@@ -19,6 +19,8 @@ from ds_kfac.comm.guard import Guard
 from ds_kfac.comm.vote import agree, raise_everywhere, together
 from ds_kfac.config import KFACConfig
 from ds_kfac.errors import StateError
+from ds_kfac.pace import Decision, Pace
+from ds_kfac.pace import restored as restored_decisions
 from ds_kfac.partition import Partition
 from ds_kfac.restore import check_layers, signature
 from ds_kfac.state import LayerState
@@ -27,6 +29,7 @@ from ds_kfac.telemetry.metrics import Counters
 if TYPE_CHECKING:
     from ds_kfac.capture.session import CaptureSession
     from ds_kfac.checkpoint.manifest import Manifest
+    from ds_kfac.governor import Governor
     from ds_kfac.layers.shards import TensorCut
     from ds_kfac.layers.spec import LayerSpec, LayerTable
 
@@ -42,6 +45,7 @@ class _Parts:
     counters: Any
     layers: Any
     settings: Mapping[str, Any] | None
+    decisions: Sequence[Any] = ()
 
     @classmethod
     def of(cls, state: Any) -> _Parts:
@@ -53,7 +57,12 @@ class _Parts:
         version = state.get("version") if isinstance(state, Mapping) else type(state).__name__
         if version != STATE_VERSION:
             raise StateError("E308", f"K-FAC state of version {version!r}, expected 1")
-        return cls(state.get("counters"), state.get("layers"), state.get("settings"))
+        return cls(
+            state.get("counters"),
+            state.get("layers"),
+            state.get("settings"),
+            state.get("decisions", ()),
+        )
 
 
 @dataclass(frozen=True)
@@ -64,11 +73,13 @@ class Staged:
         counters: Counts.
         states: Owned layers of each partition, by index.
         manifest: Of the checkpoint they were read from, if it was one.
+        decisions: What the cost governor had decided.
     """
 
     counters: Counters
     states: Sequence[dict[int, LayerState]]
     manifest: Manifest | None = None
+    decisions: tuple[Decision, ...] = ()
 
 
 class Stateful:
@@ -88,6 +99,8 @@ class Stateful:
     _stored_names: Mapping[str, str]
     _tensor_cut: TensorCut | None
     _guard: Guard
+    _pace: Pace
+    _governor: Governor
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and the state of the layers this rank owns, as plain tensors and numbers.
@@ -101,6 +114,7 @@ class Stateful:
             "counters": dict(vars(self.counters)),
             "settings": signature(self.config),
             "layers": {name: _copied(layer) for name, layer in self._layer_states().items()},
+            "decisions": [decision.saved() for decision in self._pace.decisions],
         }
 
     def load_state_dict(self, state: Any) -> None:
@@ -172,6 +186,7 @@ class Stateful:
                 "settings": signature(self.config),
                 "config": self.config.model_dump(mode="json"),
                 "tensor": StoredTensor.of(self._tensor_cut),
+                "decisions": [decision.saved() for decision in self._pace.decisions],
             },
         )
 
@@ -239,9 +254,10 @@ class Stateful:
                 manifest.counters_of(self._model.rank, self._model.size),
                 {owned[name]: layer for name, layer in read(owned).items()},
                 manifest.settings,
+                manifest.decisions,
             )
         )
-        return Staged(staged.counters, staged.states, manifest)
+        return dataclasses.replace(staged, manifest=manifest)
 
     def _stored(self, spec: LayerSpec) -> LayerSpec:
         """A layer as it is named in files, where layers of all ranks meet."""
@@ -287,18 +303,20 @@ class Stateful:
             check_layers(self._owned(), saved.layers, self._partitions[0].owner.needs)
             states = []
             for partition in self._partitions:
-                restored, count = partition.owner.restored(
+                layers, count = partition.owner.restored(
                     saved.layers, step=counters.steps, settings=saved.settings
                 )
-                states.append(restored)
+                states.append(layers)
                 recomputed += count
-            return Staged(counters, states)
+            decisions = restored_decisions(saved.decisions, step=counters.steps)
+            return Staged(counters, states, decisions=decisions)
 
         staged = together(self._model, build)
         # Schedules are functions of these: ranks that disagree would wait for each other.
         shared = {k: v for k, v in vars(staged.counters).items() if k != "decompositions"}
         agree(self._model, "the K-FAC state's counters", repr(shared))
         self._say_recomputed(sum(self._model.gather_objects(recomputed)))
+        agree(self._model, "the cost governor's decisions", repr(staged.decisions))
         return staged
 
     def _adopt(self, staged: Staged) -> None:
@@ -307,6 +325,7 @@ class Stateful:
         for partition, states in zip(self._partitions, staged.states, strict=True):
             partition.adopt(states)
         self.counters = staged.counters
+        self._governor.adopt(staged.decisions, staged.counters.steps)
         self._session.discard()
         self._begin_step()
 

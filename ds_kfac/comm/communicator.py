@@ -85,7 +85,7 @@ class Communicator:
         """
         if values.is_floating_point():
             raise TypeError("votes are integers")
-        return self._all_reduce_(values, kind, dist.ReduceOp.MAX)
+        return self._all_reduce_(values, kind, dist.ReduceOp.MAX, _SCALAR_BYTES * values.numel())
 
     def all_to_all(
         self, send: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], kind: str

@@ -16,6 +16,7 @@ from ds_kfac.plan.topology import Layout, WorkerGrid
 SHARED = ("communication", "hybrid")
 """Strategies in which several ranks compute the direction of a layer."""
 DEFAULT_FRACTION = 0.5
+_TYPICAL = schedules.interval_at(KFACConfig.model_fields["inv_update_steps"].default, 0)
 _LATE = 1_000_000  # intervals may be schedules; the latest value governs most of a run
 
 
@@ -28,13 +29,19 @@ def intervals(config: KFACConfig) -> tuple[int, int]:
 
 
 def costs(specs: Sequence[LayerSpec], config: KFACConfig) -> list[cost.Work]:
-    """Operations per step of each layer."""
+    """Operations per step of each layer.
+
+    An interval that changes within a run counts as the default: owners do not, and a run under
+    ``max_overhead`` has those of its repetition with the schedules it has led to.
+    """
+    fixed = isinstance(config.inv_update_steps, int | float) and config.max_overhead is None
+    interval = intervals(config)[1] if fixed else _TYPICAL
     return [
         cost.step_work(
             spec,
             direction=config.direction,
             solver=config.resolved_solver,
-            refresh_interval=intervals(config)[1],
+            refresh_interval=interval,
         )
         for spec in specs
     ]

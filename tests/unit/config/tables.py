@@ -75,6 +75,7 @@ SETTINGS: dict[str, dict[str, list[Any]]] = {
         "good": [10, 20, 1000, 10.0, {"type": "linear", "start": 1, "end": 10, "steps": 100}],
         "bad": [*_scheduled([], [0, -10, 0.5])["bad"], 20.5],
     },
+    "max_overhead": _numbers([1e-3, 0.05, 1, 2.5], [0, 0.0, -0.05], null=True),
     "kl_clip": _scheduled([1e-3, 1, LINEAR], [0, -1e-3], null=True),
     "grafting": _choice("none", "rms", "adam"),
     "momentum": _numbers([0, 0.0, 0.9], [1, 1.0, -0.1], null=True),

@@ -147,3 +147,20 @@ def test_what_is_dumped_can_be_parsed(direction: str, grafting: str) -> None:
     config = KFACConfig.parse({"direction": direction, "grafting": grafting})
     assert KFACConfig.parse(config.model_dump()) == config
     assert (config.kl_clip is not None) == config.uses_kl_clip
+
+
+@pytest.mark.parametrize(
+    "key", ["factor_update_steps", "inv_update_steps", "factor_token_fraction"]
+)
+def test_an_overhead_to_keep_and_a_schedule_decide_the_same(key: str) -> None:
+    schedule = {"type": "steps", "values": [1], "boundaries": []}
+    text = complaint({key: schedule, "max_overhead": 0.05})
+    assert text is not None and f"{key} is a schedule" in text and "max_overhead (0.05)" in text
+    assert complaint({key: schedule}) is None
+
+
+def test_an_overhead_is_measured_beside_steps_without_statistics() -> None:
+    text = complaint({"factor_update_steps": 1, "max_overhead": 0.05})
+    assert text is not None and "set factor_update_steps to 2 or more" in text
+    start = {"factor_update_steps": 2, "inv_update_steps": 4, "factor_token_fraction": 0.5}
+    assert complaint({**start, "max_overhead": 0.05}) is None

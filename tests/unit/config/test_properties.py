@@ -13,11 +13,19 @@ from ds_kfac.errors import ConfigError, KFACError
 from tests.unit.config.tables import SETTINGS
 
 _KEYS = sorted(SETTINGS)
+_BOUND = (
+    "inv_update_steps",
+    "factor_update_steps",
+    "max_overhead",
+    "solver",
+    "grafting",
+    "kl_clip",
+)
 _FREE = [
     # Every good value of these goes with every good value of the others.
     key
     for key in _KEYS
-    if key not in ("inv_update_steps", "factor_update_steps", "solver", "grafting", "kl_clip")
+    if key not in _BOUND
 ]
 
 
