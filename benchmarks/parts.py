@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 PARTS = ("capture", "reduce", "refresh", "exchange", "direction")
@@ -28,6 +30,16 @@ class Wrapped(NamedTuple):
     name: str
 
 
+@dataclass
+class _Call:
+    """A call of a wrapped function: its part, its caller among the calls, and its marks."""
+
+    part: str
+    caller: int | None
+    start: Any
+    end: Any = None
+
+
 class PartTimer:
     """Seconds by part since the last reset.
 
@@ -35,18 +47,33 @@ class PartTimer:
     parts add up.
 
     Args:
-        clock: Returns seconds.
+        clock: Returns marks, plain seconds by default.
+        elapsed: Seconds from the second mark to the first; asked when the seconds are, so that
+            marks on a device are not waited for inside a step.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, clock: Callable[[], Any], elapsed: Callable[[Any, Any], float] = operator.sub
+    ) -> None:
         self._clock = clock
-        self._inner: list[float] = []
-        self.seconds: dict[str, float] = {}
-        self.reset()
+        self._elapsed = elapsed
+        self._calls: list[_Call] = []
+        self._open: list[int] = []
 
     def reset(self) -> None:
         """Start a step."""
-        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._calls = []
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Own time of the calls of each part."""
+        sums = dict.fromkeys(PARTS, 0.0)
+        for call in self._calls:
+            spent = self._elapsed(call.end, call.start)
+            sums[call.part] += spent
+            if call.caller is not None:
+                sums[self._calls[call.caller].part] -= spent
+        return sums
 
     @contextmanager
     def installed(self, functions: Sequence[Wrapped]) -> Iterator[None]:
@@ -63,14 +90,13 @@ class PartTimer:
     def _wrap(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self._inner.append(0.0)
-            start = self._clock()
+            call = _Call(part, self._open[-1] if self._open else None, self._clock())
+            self._open.append(len(self._calls))
+            self._calls.append(call)
             try:
                 return function(*args, **kwargs)
             finally:
-                elapsed = self._clock() - start
-                self.seconds[part] += elapsed - self._inner.pop()
-                if self._inner:
-                    self._inner[-1] += elapsed
+                self._open.pop()
+                call.end = self._clock()
 
         return timed

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
+import operator
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
@@ -57,18 +60,28 @@ class Meter:
     """Measures steps.
 
     Args:
-        clock: Returns seconds.
+        clock: Returns marks, plain seconds by default.
         batches: Where every system's step n gets its tokens.
         ranks: Who trains together.
+        elapsed: Seconds from the second mark to the first.
+        device: Where the models are.
     """
 
     def __init__(
-        self, clock: Callable[[], float], batches: Batches, ranks: Ranks | None = None
+        self,
+        clock: Callable[[], Any],
+        batches: Batches,
+        ranks: Ranks | None = None,
+        *,
+        elapsed: Callable[[Any, Any], float] = operator.sub,
+        device: torch.device | None = None,
     ) -> None:
         self._clock = clock
+        self._elapsed = elapsed
         self._batches = batches
         self._ranks = ranks or Ranks()
-        self._timer = PartTimer(clock)
+        self._device = device
+        self._timer = PartTimer(clock, elapsed)
 
     def cycle(self, system: System, first: int, count: int) -> list[Measured]:
         """Measure consecutive steps of a system.
@@ -89,13 +102,15 @@ class Meter:
                 self._timer.reset()
                 wall, start = time.perf_counter(), self._clock()
                 system.step(inputs, targets)
-                times = {"total": self._clock() - start, WALL: time.perf_counter() - wall}
+                total = self._elapsed(self._clock(), start)  # waits for a device
+                times = {"total": total, WALL: time.perf_counter() - wall}
                 result.append({**times, **self._timer.seconds})
         return self._ranks.together(result)
 
     def _tokens(self, step: int) -> tuple[Tensor, Tensor]:
         rank, world = self._ranks.rank, self._ranks.size
-        return next(self._batches.micro_batches(step, rank=rank, world=world, count=1))
+        inputs, targets = next(self._batches.micro_batches(step, rank=rank, world=world, count=1))
+        return inputs.to(self._device), targets.to(self._device)
 
 
 def cycle_sample(cycle: list[Measured], unit: Measured) -> Sample:
@@ -117,7 +132,12 @@ def cycle_sample(cycle: list[Measured], unit: Measured) -> Sample:
 
 
 def measure(
-    systems: list[System], meter: Meter, *, rounds: int, say: Callable[[str], None]
+    systems: list[System],
+    meter: Meter,
+    *,
+    rounds: int,
+    say: Callable[[str], None],
+    deadline: float = math.inf,
 ) -> tuple[dict[str, list[Sample]], float]:
     """Run all systems in turn.
 
@@ -126,6 +146,7 @@ def measure(
         meter: Measures steps.
         rounds: Blocks of every system that count; one more warms up.
         say: Shows progress.
+        deadline: Time of ``time.monotonic()`` after which no further round begins.
 
     Returns:
         Samples by system, and the median of all AdamW steps in seconds.
@@ -148,6 +169,8 @@ def measure(
                 seconds += [step["total"] for step in around]
             before = after
         say(f"round {round_index} of {rounds}" + (" (warm-up)" if round_index == 0 else ""))
+        if round_index > 0 and time.monotonic() > deadline:
+            break
     return samples, statistics.median(seconds)
 
 

@@ -97,7 +97,12 @@ class System:
 
 
 def build(
-    sizes: GPTConfig, *, kfac_pytorch: Path | None, distributed: bool = False
+    sizes: GPTConfig,
+    *,
+    kfac_pytorch: Path | None,
+    distributed: bool = False,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> list[System]:
     """Build every system, AdamW first.
 
@@ -105,6 +110,8 @@ def build(
         sizes: The model's sizes.
         kfac_pytorch: Checkout of kfac-pytorch's repository, if it takes part.
         distributed: Train under DistributedDataParallel in the default process group.
+        device: Where the models are.
+        dtype: Of weights and gradients.
 
     Raises:
         ImportError: There is no kfac-pytorch at the path.
@@ -116,7 +123,8 @@ def build(
     }
 
     def model() -> nn.Module:
-        return DistributedDataParallel(GPT(sizes)) if distributed else GPT(sizes)
+        bare = GPT(sizes).to(device, dtype)
+        return DistributedDataParallel(bare) if distributed else bare
 
     systems = [_adamw(BASELINE, model())]
     systems += [_natural(name, model(), {**section, **more}) for name, more in NATURAL.items()]
