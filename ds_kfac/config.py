@@ -6,7 +6,7 @@ allowed and the nearest valid name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -20,9 +20,10 @@ from pydantic import (
     ValidationError,
 )
 
+from ds_kfac.config_checks import expected, in_range, pieces, value_of, whole
 from ds_kfac.config_report import explain, known_keys, unknown_key
 from ds_kfac.errors import ConfigError
-from ds_kfac.schedules import Number, Scheduled, StepsSchedule, extremes
+from ds_kfac.schedules import Number, Scheduled
 
 Direction = Literal["natural", "ekfac", "eigen_adam", "orthogonal"]
 Solver = Literal["eigen", "cholesky"]
@@ -33,51 +34,15 @@ OUTPUT_HEADS = ("*lm_head*", "*embed_out*", "*output_layer*")
 """Default of ``skip_layers``: language-model heads, whose G factor has the vocabulary's size."""
 
 
-def _extremes(allowed: Callable[[float, float], bool]) -> AfterValidator:
-    """Check the smallest and largest value that a number or schedule ever takes."""
-
-    def check(spec: Any) -> Any:
-        if spec is not None and not allowed(*extremes(spec)):
-            raise ValueError("out of range")
-        return spec
-
-    return AfterValidator(check)
-
-
-def _whole(spec: Any) -> Any:
-    values = spec.values if isinstance(spec, StepsSchedule) else (spec,)
-    if any(isinstance(value, float) and not value.is_integer() for value in values):
-        raise ValueError("not whole")
-    return spec
-
-
-def _pieces(*intervals: Any) -> list[int]:
-    """Steps at which piecewise constant intervals begin; none if one of them is not."""
-    if not all(isinstance(item, int | float | StepsSchedule) for item in intervals):
-        return []
-    stepped = [item for item in intervals if isinstance(item, StepsSchedule)]
-    return sorted({0, *(step for item in stepped for step in item.boundaries)})
-
-
-def _at(interval: Any, step: int) -> Any:
-    """Value of a piecewise constant interval, as it was written."""
-    return interval.value(step) if isinstance(interval, StepsSchedule) else interval
-
-
-def _expected(text: str, **constraints: Any) -> Any:
-    # The description is what messages say is expected, and what editors show.
-    return Field(description=text, **constraints)
-
-
 Decay = Annotated[Number, Field(ge=0, lt=1)]
-Betas = Annotated[tuple[Decay, Decay], _expected("a list of two numbers in [0, 1)")]
-Switch = Annotated[StrictBool, _expected("true or false")]
-Positive = _extremes(lambda low, high: low > 0 and high < float("inf"))
+Betas = Annotated[tuple[Decay, Decay], expected("a list of two numbers in [0, 1)")]
+Switch = Annotated[StrictBool, expected("true or false")]
+Positive = in_range(lambda low, high: low > 0 and high < float("inf"))
 Interval = Annotated[
     Scheduled,
-    AfterValidator(_whole),
-    _extremes(lambda low, high: low >= 1 and high < float("inf")),
-    _expected("a whole number >= 1, or a schedule of such numbers"),
+    AfterValidator(whole),
+    in_range(lambda low, high: low >= 1 and high < float("inf")),
+    expected("a whole number >= 1, or a schedule of such numbers"),
 ]
 
 
@@ -133,45 +98,45 @@ class KFACConfig(BaseModel):
     solver: Solver | None = None
     damping: Annotated[
         Scheduled | None,
-        _extremes(lambda low, high: low >= MIN_DAMPING and high <= MAX_DAMPING),
-        _expected("a number in [1e-30, 1e30], a schedule of such numbers, or null"),
+        in_range(lambda low, high: low >= MIN_DAMPING and high <= MAX_DAMPING),
+        expected("a number in [1e-30, 1e30], a schedule of such numbers, or null"),
     ] = None
     damping_mode: Literal["relative", "absolute"] = "relative"
     factor_decay: Annotated[
         Scheduled,
-        _extremes(lambda low, high: low >= 0 and high < 1),
-        _expected("a number in [0, 1), or a schedule of such numbers"),
+        in_range(lambda low, high: low >= 0 and high < 1),
+        expected("a number in [0, 1), or a schedule of such numbers"),
     ] = 0.95
     factor_update_steps: Interval = 10
     inv_update_steps: Interval = 10
-    max_overhead: Annotated[Number | None, _expected("a number > 0, or null", gt=0)] = None
+    max_overhead: Annotated[Number | None, expected("a number > 0, or null", gt=0)] = None
     kl_clip: Annotated[
-        Scheduled | None, Positive, _expected("a number > 0, a schedule of such numbers, or null")
+        Scheduled | None, Positive, expected("a number > 0, a schedule of such numbers, or null")
     ] = 0.001
     grafting: Grafting = "none"
-    momentum: Annotated[Decay | None, _expected("a number in [0, 1), or null")] = None
+    momentum: Annotated[Decay | None, expected("a number in [0, 1), or null")] = None
     betas: Betas = (0.9, 0.95)
     strategy: Literal["zero_aligned", "memory", "communication", "hybrid"] = "zero_aligned"
     grad_worker_fraction: Annotated[
-        Number | None, _expected("a number in (0, 1], or null", gt=0, le=1)
+        Number | None, expected("a number in (0, 1], or null", gt=0, le=1)
     ] = None
     distribute: Literal["layer", "factor"] = "layer"
     tensor_parallel: Literal["exact", "block"] = "exact"
-    max_factor_dim: Annotated[StrictInt, _expected("a whole number >= 1", ge=1)] = 2048
+    max_factor_dim: Annotated[StrictInt, expected("a whole number >= 1", ge=1)] = 2048
     weight_sharing: Literal["expand", "reduce"] = "expand"
     factor_token_fraction: Annotated[
         Scheduled,
-        _extremes(lambda low, high: low > 0 and high <= 1),
-        _expected("a number in (0, 1], or a schedule of such numbers"),
+        in_range(lambda low, high: low > 0 and high <= 1),
+        expected("a number in (0, 1], or a schedule of such numbers"),
     ] = 1.0
     factor_micro_batches: Literal["all", "last"] = "all"
-    skip_layers: Annotated[tuple[StrictStr, ...], _expected("a list of patterns (strings)")] = (
+    skip_layers: Annotated[tuple[StrictStr, ...], expected("a list of patterns (strings)")] = (
         OUTPUT_HEADS
     )
-    plain_layers: Annotated[tuple[StrictStr, ...], _expected("a list of patterns (strings)")] = ()
+    plain_layers: Annotated[tuple[StrictStr, ...], expected("a list of patterns (strings)")] = ()
     fused_parts: Annotated[
         dict[StrictStr, Annotated[StrictInt, Field(ge=1)]],
-        _expected("an object of patterns and whole numbers >= 1"),
+        expected("an object of patterns and whole numbers >= 1"),
     ] = Field(
         default_factory=lambda: {
             "*qkv*": 3,
@@ -183,10 +148,10 @@ class KFACConfig(BaseModel):
     strict_layers: Switch = False
     background_inverse: Switch = False
     inverse_device: Literal["auto", "cpu"] = "auto"
-    max_failures: Annotated[StrictInt, _expected("a whole number >= 0", ge=0)] = 3
+    max_failures: Annotated[StrictInt, expected("a whole number >= 0", ge=0)] = 3
     on_nonfinite: Literal["skip", "raise"] = "skip"
     watchdog_timeout: Annotated[
-        Number | None, _expected("a number of seconds in [0, 1e9], or null", ge=0, le=1e9)
+        Number | None, expected("a number of seconds in [0, 1e9], or null", ge=0, le=1e9)
     ] = None
     resume: Literal["auto", "require", "fresh"] = "auto"
 
@@ -214,8 +179,8 @@ class KFACConfig(BaseModel):
         """Settings that exclude each other: their keys, and what to do about it."""
         problems: list[tuple[tuple[str, ...], str]] = []
         factor, inverse = self.factor_update_steps, self.inv_update_steps
-        for step in _pieces(factor, inverse):
-            captures, refreshes = _at(factor, step), _at(inverse, step)
+        for step in pieces(factor, inverse):
+            captures, refreshes = value_of(factor, step), value_of(inverse, step)
             if refreshes % captures:
                 since = f" from step {step} on" if step else ""
                 text = (
@@ -318,10 +283,10 @@ class AuxiliaryConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    lr: Annotated[Number | None, _expected("a number >= 0, or null", ge=0)] = None
+    lr: Annotated[Number | None, expected("a number >= 0, or null", ge=0)] = None
     betas: Betas = (0.9, 0.95)
-    eps: Annotated[Number, _expected("a number > 0", gt=0)] = 1e-8
-    weight_decay: Annotated[Number | None, _expected("a number >= 0, or null", ge=0)] = None
+    eps: Annotated[Number, expected("a number > 0", gt=0)] = 1e-8
+    weight_decay: Annotated[Number | None, expected("a number >= 0, or null", ge=0)] = None
 
 
 class OptimizerConfig(BaseModel):
@@ -336,9 +301,9 @@ class OptimizerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    lr: Annotated[Number, _expected("a number >= 0", ge=0)]
-    weight_decay: Annotated[Number, _expected("a number >= 0", ge=0)] = 0.0
-    aux: Annotated[AuxiliaryConfig, _expected("an object with lr, betas, eps, weight_decay")] = (
+    lr: Annotated[Number, expected("a number >= 0", ge=0)]
+    weight_decay: Annotated[Number, expected("a number >= 0", ge=0)] = 0.0
+    aux: Annotated[AuxiliaryConfig, expected("an object with lr, betas, eps, weight_decay")] = (
         Field(default_factory=AuxiliaryConfig)
     )
 

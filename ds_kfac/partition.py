@@ -5,7 +5,8 @@ Most models have one partition. Experts have their own: their parameters live on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,8 @@ from ds_kfac.replicas import moments_numel
 from ds_kfac.state import LayerState
 from ds_kfac.step_input import StepInput
 from ds_kfac.telemetry.factors import gather_factors
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -279,3 +282,20 @@ class Partition:
             for slot in self.layers[layer].slots
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def warn_of_missing_statistics(partitions: Iterable[Partition]) -> None:
+    """Say once which layers are trained without ever having been seen at work.
+
+    Args:
+        partitions: All of a rank, so that experts and dense layers are named together.
+    """
+    names = sorted(set().union(*(partition.owner.take_unseen() for partition in partitions)))
+    if names:
+        logger.warning(
+            "KFAC-W113 %d layers have gradients but no statistics, so that there is nothing to "
+            "precondition them with: %s. Are they called in eval mode, are their weights used "
+            "without calling them, or has torch.compile run the model before K-FAC was attached?",
+            len(names),
+            ", ".join(names[:20]) + (", ..." if len(names) > 20 else ""),
+        )

@@ -48,7 +48,7 @@ from ds_kfac.layers.spec import LayerTable
 from ds_kfac.math.directions import kl_scale
 from ds_kfac.owner import resolve_momentum
 from ds_kfac.pace import Pace
-from ds_kfac.partition import Directions, Partition
+from ds_kfac.partition import Directions, Partition, warn_of_missing_statistics
 from ds_kfac.state import LayerState
 from ds_kfac.step_input import StepInput, read, refuse_nonfinite
 from ds_kfac.telemetry.metrics import Counters, collect
@@ -364,22 +364,9 @@ class KFAC(Stateful):
             blocks = partition.update_curvature(pack, step, first=first)
             self.counters.decompositions += blocks
         if self._pace.refreshes(step):
-            self._guard.run(self._warn_of_missing_statistics)
+            self._guard.run(lambda: warn_of_missing_statistics(self._partitions))
         self.counters.captures += self._pace.captures(step)
         self.counters.refreshes += self._pace.refreshes(step)
-
-    def _warn_of_missing_statistics(self) -> None:
-        """Say once which layers are trained without ever having been seen at work."""
-        names = sorted(set().union(*(p.owner.take_unseen() for p in self._partitions)))
-        if names:
-            logger.warning(
-                "KFAC-W113 %d layers have gradients but no statistics, so that there is nothing to "
-                "precondition them with: %s. Are they called in eval mode, are their weights used "
-                "without calling them, or has torch.compile run the model before K-FAC was "
-                "attached?",
-                len(names),
-                ", ".join(names[:20]) + (", ..." if len(names) > 20 else ""),
-            )
 
     def _replace_gradients(self, step: StepInput, clip: Tensor | None) -> None:
         number = self.counters.steps

@@ -153,7 +153,8 @@ def test_what_is_dumped_can_be_parsed(direction: str, grafting: str) -> None:
     "key", ["factor_update_steps", "inv_update_steps", "factor_token_fraction"]
 )
 def test_an_overhead_to_keep_and_a_schedule_decide_the_same(key: str) -> None:
-    schedule = {"type": "steps", "values": [1], "boundaries": []}
+    value = 10 if key == "inv_update_steps" else 1
+    schedule = {"type": "steps", "values": [value], "boundaries": []}
     text = complaint({key: schedule, "max_overhead": 0.05})
     assert text is not None and f"{key} is a schedule" in text and "max_overhead (0.05)" in text
     assert complaint({key: schedule}) is None
