@@ -338,11 +338,8 @@ class KFAC(Stateful):
 
     def _states(self) -> dict[str, LayerState]:
         """State of every layer this rank owns, by name."""
-        return {
-            state.spec.name: state
-            for partition in self._partitions
-            for state in partition.owner.states.values()
-        }
+        states = (s for p in self._partitions for s in p.owner.states.values())
+        return {state.spec.name: state for state in states}
 
     def _clip_coefficient(self, step: StepInput) -> Tensor | None:
         norm = step.norm

@@ -15,7 +15,7 @@ from tests.unit.structure.sources import ROOT, Source, dotted, sources
 
 # Lowest first: a part may import its own level and those below.
 LEVELS = (
-    {"errors", "schedules", "config_report", "config"},
+    {"errors", "schedules", "config_checks", "config_report", "config"},
     {"math"},
     {"layers"},
     {"plan"},
