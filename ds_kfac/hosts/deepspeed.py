@@ -123,6 +123,7 @@ def attach_engine(engine: Any, config: KFACConfig) -> KFAC:
         host.forget_rehearsal()
     kfac = KFAC(host, config, own_optimizer=own)
     deepspeed_step.wrap_step(engine, kfac, host)
+    deepspeed_step.wrap_backward(engine, kfac, host)
     deepspeed_step.wrap_destroy(engine, kfac)
     deepspeed_checkpoint.install(engine, kfac)
     kfac.on_detach(host.detach)
@@ -203,6 +204,15 @@ class DeepSpeedHost:
     def micro_batch_is_last(self) -> bool:
         """At the engine's accumulation boundary."""
         return bool(self._engine.is_gradient_accumulation_boundary())
+
+    @property
+    def replaces_gradients(self) -> bool:
+        """Whether there are backward passes that take the place of earlier ones (ZeRO)."""
+        return self._storage.partial
+
+    def starts_anew(self) -> bool:
+        """Whether a backward pass now would be such a one."""
+        return self._storage.starts_anew()
 
     def clip_threshold(self) -> float:
         """The JSON's ``gradient_clipping``."""

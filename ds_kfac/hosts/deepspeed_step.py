@@ -55,6 +55,21 @@ def wrap_step(engine: Any, kfac: KFAC, host: DeepSpeedHost) -> None:
     kfac.on_detach(lambda: engine.__dict__.pop("_take_model_step", None))
 
 
+def wrap_backward(engine: Any, kfac: KFAC, host: DeepSpeedHost) -> None:
+    """Forget statistics of gradients that a backward pass is about to replace."""
+    if not host.replaces_gradients:
+        return
+    original = engine.backward
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        if host.starts_anew():
+            kfac.discard_statistics()
+        return original(*args, **kwargs)
+
+    engine.backward = backward
+    kfac.on_detach(lambda: engine.__dict__.pop("backward", None))
+
+
 def wrap_destroy(engine: Any, kfac: KFAC) -> None:
     """Detach before the engine is taken apart."""
     original = engine.destroy

@@ -69,6 +69,10 @@ class Storage:
             self._scale = loss_scale(self._optimizer)
         return self._scale
 
+    def starts_anew(self) -> bool:
+        """Whether a backward pass now takes the place of the step's earlier ones."""
+        return False
+
     def scale_adapts(self) -> bool:
         """Whether the loss scale is dynamic."""
         if getattr(self._optimizer, "torch_autocast_gradscaler", None) is not None:

@@ -8,6 +8,9 @@ Facts about DeepSpeed 0.19 that this file relies on, each covered by a test:
 * with an offloaded optimizer the local partition is ``single_partition_of_fp32_groups[i].grad``
   on the CPU. It is not cleared between steps, the norm of each parameter is remembered, and
   overflow is a flag that was set in the backward pass;
+* a backward pass after that of the last micro-batch replaces the gradients of the step so far,
+  unless they are accumulated in fp32 for a half-precision model. Offloaded ones are added up from
+  the second pass on; the first one is lost where it is the only one expected;
 * the optimizer's own tables say which rank holds which slice, for all ranks, also under
   ``round_robin_gradients`` and ``parameter_alignment``. ``param._hp_mapping`` does not.
 """
@@ -108,6 +111,17 @@ class PartitionedGradients(ZeroStorage):
             return offloaded
         dtype: torch.dtype = optimizer.gradient_accumulation_dtype
         return dtype
+
+    def starts_anew(self) -> bool:
+        """Where the gradients of the whole step are here already."""
+        gradients = self._optimizer.averaged_gradients
+        if not self._engine.managed_gradient_accumulation():
+            return False
+        if self._optimizer.cpu_offload:
+            alone = self._engine.gradient_accumulation_steps() == 1
+            return alone and int(self._optimizer.micro_step_id) == 0
+        first = next((group for group in gradients.values() if group), None)
+        return first is not None and getattr(first, "flat_partition", None) is None
 
     def refresh_caches(self) -> None:
         """Norms that an offloaded optimizer remembers, of the parameters it has seen."""

@@ -7,6 +7,8 @@ Facts about DeepSpeed 0.19 that this file relies on, each covered by a test:
 * ``averaged_gradients[i][j]`` belongs to parameter j of sub-group i and is a view of a buffer
   that lives as long as the optimizer. With an offloaded optimizer the gradient is a slice of
   ``fp32_partitioned_groups_flat[i].grad``, and its norm is remembered per parameter;
+* the first backward pass of a step, and the first one after ``optimizer.zero_grad()``, replaces
+  what is in the buffer;
 * neither buffer is cleared: a parameter without gradient in a step still shows its last one,
   which would be applied again, and added to in a later micro-batch.
 """
@@ -102,6 +104,10 @@ class ShardedGradients(ZeroStorage):
             return offloaded
         dtype: torch.dtype = optimizer.gradient_accumulation_dtype
         return dtype
+
+    def starts_anew(self) -> bool:
+        """In the first micro-batch, as the optimizer counts them."""
+        return int(self._optimizer.micro_step_id) == 0
 
     def refresh_caches(self) -> None:
         """Norms that an offloaded optimizer remembers, of the parameters it has seen."""
