@@ -12,7 +12,9 @@ Facts about DeepSpeed 0.19 that this file relies on, each covered by a test:
   ``mesh_param``) gradients are reduced over data ranks alone, and the copies of a parameter
   drift apart;
 * a predivide factor, and ``reduce_scatter: false`` under ZeRO 3, leave out the correction for
-  sequence ranks in some of the buckets.
+  sequence ranks in some of the buckets;
+* ``BF16_Optimizer`` takes sequence ranks for tensor ranks when it measures the norm: all but the
+  first find no gradient to measure, fail, and leave the first one waiting.
 """
 
 from __future__ import annotations
@@ -66,6 +68,13 @@ def check_sequence(engine: Any, config: KFACConfig) -> None:
             "E150",
             "gradient_predivide_factor with sequence parallelism: DeepSpeed's average depends on "
             "it; use 1.0",
+        )
+    if type(engine.optimizer).__name__ == "BF16_Optimizer":
+        raise UnsupportedError(
+            "E150",
+            "BF16_Optimizer (ZeRO 1, bf16 with data_types.grad_accum_dtype='fp32') with sequence "
+            "parallelism: it measures norms on the first sequence rank only and fails on the "
+            "others; use ZeRO 2 or 3, or remove grad_accum_dtype",
         )
     if engine.zero_optimization_partition_weights() and not engine.zero_reduce_scatter():
         raise UnsupportedError(

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.dist
 INTERVALS = {"factor_update_steps": 1, "inv_update_steps": 2, "factor_decay": 0.9}
 NATURAL = {"direction": "natural", "damping": 0.3, "kl_clip": 0.01, **INTERVALS}
 ORTHOGONAL = {"direction": "orthogonal", "damping": 0.1, "max_factor_dim": 6, **INTERVALS}
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 CLIPPING = 0.4  # of the raw gradient: in force in the first steps
 
 
@@ -88,11 +89,13 @@ def test_weights_factors_and_norms_are_those_of_whole_sequences(copies: int) -> 
 def test_what_cannot_be_right_is_refused() -> None:
     """A mean over positions on several ranks, and what DeepSpeed itself does not average alike.
 
-    With a device mesh it leaves sequence ranks out of its reduction, and copies drift apart.
+    With a device mesh it leaves sequence ranks out of its reduction, and copies drift apart. With
+    ``BF16_Optimizer`` one rank failed in its first step and the other one waited.
     """
     expected = {
         "weight_sharing='reduce'": Cell(1, {"weight_sharing": "reduce"}),
         "gradient_predivide_factor": Cell(1, {}, extra={"gradient_predivide_factor": 2.0}),
+        "BF16_Optimizer": Cell(1, {}, dtype="bf16", extra=FP32_SUMS),
         "reduce_scatter=false": Cell(3, {}, extra={"zero_optimization": {"reduce_scatter": False}}),
     }
     found = world(2).run(jobs.refuse, list(expected.values()), isolated=True)
