@@ -101,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
             f"--{name}", type=int, nargs="+", default=default, help=f"base first ({text})"
         )
     cli.add_argument("--system", default="ds_kfac natural cholesky", help="as in step_cost.py")
-    cli.add_argument("--rounds", type=int, default=4, help="measured blocks (4)")
+    cli.add_argument("--rounds", type=int, default=3, help="measured blocks (3)")
     cli.add_argument("--seq-len", type=int, default=128, help="bytes per sequence (128)")
     cli.add_argument("--text", type=Path, help="file or folder (the standard library's sources)")
     cli.add_argument("--out", type=Path, default=Path("runs/scaling"), help="output folder")
