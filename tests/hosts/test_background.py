@@ -84,7 +84,7 @@ def _destroyed_meanwhile(rank: int, size: int, stage: str) -> list[str]:
     owner: Any = engine.kfac._partitions[0].owner
     assert owner._background.is_running
     engine.destroy()
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ds_kfac")]
+    return [thread.name for thread in threading.enumerate() if thread.name == "ds_kfac-background"]
 
 
 @pytest.mark.parametrize("stage", ("0", "2"))

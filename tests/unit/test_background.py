@@ -74,7 +74,7 @@ def test_bases_change_at_fixed_steps_and_are_those_of_the_factors_then() -> None
         for name, state in run.kfac._states().items():
             ((snapshot),) = [background[state.refreshed_at, name]]
             owner = run.kfac._partitions[0].owner
-            (expected,) = refresh.decompose([snapshot], owner._refresh_settings(step), step=step)
+            (expected,) = refresh.decompose([snapshot], owner.refresh_settings(step), step=step)
             for side, bases in (("a", state.a.bases), ("g", state.g.bases)):
                 for basis, other in zip(bases, expected.of(side)[0], strict=True):
                     assert torch.equal(basis.vectors, other.vectors)
