@@ -96,7 +96,8 @@ class TextTask:
         self._sizes = sizes or GPTConfig(seq_len=64, layers=2, width=128, heads=4)
         text = load_text(source)
         text.require(self._sizes.seq_len)
-        self.description = text.description
+        # Results travel; where the text lay on one machine says nothing elsewhere.
+        self.description = text.description.replace(str(source), name)
         self._train = text.train
         self._inputs, self._targets = validation_sequences(
             text.val, seq_len=self._sizes.seq_len, count=sequences
