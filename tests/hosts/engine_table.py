@@ -148,18 +148,18 @@ def format_table(rows: list[Row]) -> str:
     heads = [*PRECISIONS]
     reasons: list[str] = []
     lines = [
-        f"{'engine':<27}{'ranks':>6}{'acc':>5}" + "".join(f"{head:>17}" for head in heads),
+        f"{'engine':<34}{'ranks':>6}{'acc':>5}" + "".join(f"{head:>17}" for head in heads),
     ]
     for row in rows:
         texts = [_text(row.cells.get(head), reasons) for head in heads]
         verdict = "" if row.passed else "   FAILED"
         lines.append(
-            f"{row.engine:<27}{row.size:>6}{row.accumulation:>5}"
+            f"{row.engine:<34}{row.size:>6}{row.accumulation:>5}"
             + "".join(f"{text:>17}" for text in texts)
             + verdict
         )
     limits = "".join(f"{PRECISIONS[head][2]:>17.0e}" for head in heads)
-    lines.append(f"{'allowed':<38}{limits}")
+    lines.append(f"{'allowed':<45}{limits}")
     return "\n".join([*lines, *(f"[{i}] {reason}" for i, reason in enumerate(reasons, 1))])
 
 
