@@ -187,7 +187,7 @@ def _tensor_rows_of(mode: str, size: int, degree: int) -> Iterator[Row]:
     # Steps that are large beside the rounding of a weight that is stored in bf16.
     settings = {**NATURAL, "kl_clip": 1.0}
     base = autotp_jobs.Cell(
-        {**settings, "tensor_parallel": mode}, own=False, clipping=CLIPPING, steps=12
+        {**settings, "tensor_parallel": mode}, own=False, clipping=CLIPPING, steps=8
     )
     start = autotp_jobs.make_model(base)
     view = Shards(degree) if mode == "block" else None
