@@ -96,8 +96,10 @@ def read(
 
 def _warn_of_foreign_gradients(session: CaptureSession, views: Mapping[str, Tensor]) -> None:
     """Say once that gradients come from elsewhere than the statistics."""
+    if not session.dropped:
+        return
     weights = {name: spec.weight.name for name, spec in session.specs.items()}
-    if not session.dropped or not any(
+    if not any(
         session.marks.is_replaced(name, views[weight])
         for name, weight in weights.items()
         if weight in views

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.comm.communicator import Communicator
+from ds_kfac.comm.moves import stream
 from ds_kfac.plan.program import Exchange
 
 
@@ -62,26 +63,18 @@ class Sharing:
             The tensors of the layers that other ranks of the column own; views of one buffer per
             rank.
         """
-        stream = self._stream(own)
-        received = {rank: stream.new_empty(self._streams[rank]) for rank in self._layers}
+        sizes = ((layer, self._numels[layer]) for layer in self.owned)
+        flat = stream(sizes, own, dtype=self._dtype, device=self._device)
+        received = {rank: flat.new_empty(self._streams[rank]) for rank in self._layers}
         for start in range(0, max(self._streams), self._piece):
-            self._move(stream[start : start + self._piece], received, start)
-        sent = stream.numel() * len(self._layers) * stream.element_size()
+            self._move(flat[start : start + self._piece], received, start)
+        sent = flat.numel() * len(self._layers) * flat.element_size()
         self._comm.ledger.plan(self._kind, sent)
         result: dict[int, Tensor] = {}
         for rank, layers in self._layers.items():
             parts = torch.split(received[rank], [self._numels[layer] for layer in layers])
             result.update(zip(layers, parts, strict=True))
         return result
-
-    def _stream(self, own: Mapping[int, Tensor]) -> Tensor:
-        parts = [
-            own[layer]
-            if layer in own
-            else torch.zeros(self._numels[layer], dtype=self._dtype, device=self._device)
-            for layer in self.owned
-        ]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=self._dtype, device=self._device)
 
     def _move(self, piece: Tensor, received: Mapping[int, Tensor], start: int) -> None:
         size = self._comm.size

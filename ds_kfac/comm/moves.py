@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ds_kfac.comm.communicator import Communicator
+
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,15 @@ class Moves:
     ) -> None:
         self._comm, self._kind, self._piece = communicator, kind, piece
         self._dtype, self._device = dtype, device
-        rank, ranks = communicator.rank, range(communicator.size)
-        self._out = [[m for m in moves if (m.source, m.target) == (rank, r)] for r in ranks]
-        self._in = [[m for m in moves if (m.target, m.source) == (rank, r)] for r in ranks]
+        rank = communicator.rank
+        self._out: list[list[Move]] = [[] for _ in range(communicator.size)]
+        self._in: list[list[Move]] = [[] for _ in range(communicator.size)]
         streams: dict[tuple[int, int], int] = {}
-        for move in moves:
+        for move in moves:  # once: there are thousands of them on many ranks
+            if move.source == rank:
+                self._out[move.target].append(move)
+            if move.target == rank:
+                self._in[move.source].append(move)
             pair = move.source, move.target
             streams[pair] = streams.get(pair, 0) + move.numel
         self._longest = max(streams.values(), default=0)
@@ -72,33 +79,49 @@ class Moves:
         Returns:
             Those it receives: views of one buffer per rank.
         """
-        out = [self._stream(moves, own) for moves in self._out]
+        out = [
+            stream(((m.key, m.numel) for m in moves), own, dtype=self._dtype, device=self._device)
+            for moves in self._out
+        ]
         received = [
             torch.empty(sum(m.numel for m in moves), dtype=self._dtype, device=self._device)
             for moves in self._in
         ]
         for start in range(0, self._longest, self._piece):
-            send = [stream[start : start + self._piece] for stream in out]
-            targets = [stream[start : start + self._piece] for stream in received]
+            send = [flat[start : start + self._piece] for flat in out]
+            targets = [flat[start : start + self._piece] for flat in received]
             sizes = [target.numel() for target in targets]
             found = self._comm.all_to_all(
                 torch.cat(send), [part.numel() for part in send], sizes, self._kind
             )
             for target, part in zip(targets, torch.split(found, sizes), strict=True):
                 target.copy_(part)
-        sent = sum(stream.numel() * stream.element_size() for stream in out)
+        sent = sum(flat.numel() * flat.element_size() for flat in out)
         self._comm.ledger.plan(self._kind, sent)
         result: dict[Hashable, Tensor] = {}
-        for moves, stream in zip(self._in, received, strict=True):
-            parts = torch.split(stream, [m.numel for m in moves]) if moves else ()
+        for moves, flat in zip(self._in, received, strict=True):
+            parts = torch.split(flat, [m.numel for m in moves]) if moves else ()
             result.update(zip((m.key for m in moves), parts, strict=True))
         return result
 
-    def _stream(self, moves: Sequence[Move], own: Mapping[Hashable, Tensor]) -> Tensor:
-        parts = [
-            own[move.key]
-            if move.key in own
-            else torch.zeros(move.numel, dtype=self._dtype, device=self._device)
-            for move in moves
-        ]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=self._dtype, device=self._device)
+
+def stream(
+    sizes: Iterable[tuple[K, int]],
+    own: Mapping[K, Tensor],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Flat tensors one after the other.
+
+    Args:
+        sizes: Keys and elements, in order.
+        own: Tensors by key; a missing one counts as zeros.
+        dtype: Of all tensors.
+        device: Of all tensors.
+    """
+    parts = [
+        own[key] if key in own else torch.zeros(numel, dtype=dtype, device=device)
+        for key, numel in sizes
+    ]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import os
-import signal
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -14,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch import megatron_arguments
+from tests.launch import processes
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "pretrain_gpt_megatron.py"
@@ -28,26 +27,12 @@ needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs
 
 def launch(ranks: int, *arguments: str) -> tuple[int, str]:
     """Start the script with torchrun; kills all of it if it hangs."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    process = subprocess.Popen(
-        [sys.executable, *launcher, "--master-port", port, str(SCRIPT), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
+    launcher += ["--master-port", processes.free_port()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return processes.run(
+        *launcher, str(SCRIPT), *arguments, environment=environment, timeout=TIMEOUT
     )
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"still running after {TIMEOUT} s:\n{output}")
-    return process.returncode, output
 
 
 def rows(folder: Path) -> list[dict[str, str]]:

@@ -2,13 +2,11 @@
 
 import csv
 import os
-import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.launch import processes
 
 pytest.importorskip("deepspeed")
 
@@ -23,30 +21,13 @@ def run(*command: str, extensions: Path) -> tuple[int, str]:
     """Run a command; returns its exit code and output. Kills all of it if it hangs."""
     environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
     environment.update(DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR=str(extensions))
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"still running after {TIMEOUT} s:\n{output}")
-    return process.returncode, output
+    return processes.run(*command, environment=environment, timeout=TIMEOUT)
 
 
 def launch(ranks: int, *arguments: str, extensions: Path) -> tuple[int, str]:
     """Start the training script with the deepspeed launcher."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), "--master_port", port]
+    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
+    launcher += ["--master_port", processes.free_port()]
     return run(*launcher, str(SCRIPT), *arguments, extensions=extensions)
 
 
