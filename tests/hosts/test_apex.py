@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +44,25 @@ def _nvidia(folder: Path) -> None:
     (package / "optimizers" / "fused_adam.py").write_text(FUSED_ADAM)
 
 
+def _loaded() -> list[str]:
+    return [name for name in sys.modules if name.split(".")[0] == "apex"]
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
+    for name in _loaded():
         monkeypatch.delitem(sys.modules, name)
     importlib.invalidate_caches()
-    return tmp_path
+    yield tmp_path
+    # What a test imported from here would be found by every later test of this process.
+    for name in _loaded():
+        del sys.modules[name]
 
 
-def test_absent() -> None:
+def test_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state of most machines."""
+    monkeypatch.setitem(sys.modules, "apex", None)
     assert apex.apex_status() == "absent"
     with pytest.raises(ConfigError, match=r"E211.*no package apex is installed.*Adam or AdamW"):
         apex.fused_adam({})
