@@ -11,7 +11,7 @@ import pytest
 
 from ds_kfac.comm.progress import Progress, Wait
 from ds_kfac.comm.watchdog import EXIT_CODE, Timing, absent
-from tests._harness import World, world
+from tests._harness import World, deepspeed_cpu, preload, world
 from tests._harness.errors import ErrorInfo
 from tests.faults import watchdog_jobs as jobs
 
@@ -83,6 +83,57 @@ def test_a_killed_rank_is_named_at_every_phase(
         r"\w+: .*; absent ranks: 1; no sign of life from rank 1",
         first.text,
     ), first.text
+
+
+ZERO_PLACES = [
+    ("vote", "step 1, vote"),
+    ("scalars", "step 1, gradient norm"),
+    ("factors", "step 1, statistics, layers first, middle, last"),
+    ("gradients", "step 1, gradients to owners, layers first, middle, last"),
+    ("scalars", "step 1, KL clip"),
+    ("directions", "step 1, directions back, layers first, middle, last"),
+]
+
+
+def test_under_zero_2() -> None:
+    """Gradients are partitioned there, so there are two more places to be stopped at."""
+    _preload_deepspeed()
+    found = world(2).run(jobs.program, jobs.ZeroRun, isolated=True, timeout=120)
+    assert found == [ZERO_PLACES] * 2
+
+    def run(number: int) -> list[ErrorInfo | None]:
+        return World(2).run_expecting_errors(
+            *(jobs.struck, jobs.ZeroRun, 1, number, "stopped"),
+            isolated=True,
+            grace=1.0,
+            timeout=120,
+        )
+
+    numbers = (2, 4)
+    with ThreadPoolExecutor(2) as pool:
+        for number, errors in zip(numbers, pool.map(run, numbers), strict=True):
+            kind, place = ZERO_PLACES[number - 1]
+            text = report(errors[0])
+            assert re.search(rf"KFAC-E122 {place} \(collective \d+, kind {kind}\)", text)
+            assert "absent ranks: 1; no sign of life from rank 1" in text
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_the_rank_that_hosts_the_store(how: str) -> None:
+    """Nobody can call a roll without the store; the others must not wait for it either."""
+    errors = World(2).run_expecting_errors(
+        jobs.with_the_store_in_rank_0, jobs.PlainRun, how, isolated=True, grace=4.0
+    )
+    other = errors[1]
+    assert other is not None
+    text = other.text if how == "killed" else report(other)
+    assert "KFAC-E122 step 1, vote (collective " in text
+    assert "the job's key-value store does not answer: the process that hosts it (rank 0" in text
+
+
+def _preload_deepspeed() -> None:
+    """Without effect where a pool has started already: then the ranks import it themselves."""
+    preload(*deepspeed_cpu.PRELOAD)
 
 
 def test_a_late_and_a_stopped_rank_are_told_apart() -> None:

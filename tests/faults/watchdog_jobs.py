@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
+
+import torch.distributed as dist
 
 from ds_kfac.comm.communicator import Communicator
 from ds_kfac.comm.progress import Progress, Waiting
 from ds_kfac.errors import KFACError
+from tests.hosts import topology_jobs
+from tests.hosts.engine_checkpoint_jobs import train
+from tests.hosts.topology_jobs import Cell
 from tests.unit.checkpoint.training import Run, make
 
 TIMEOUT = 1.5
@@ -74,6 +81,40 @@ class PlainRun:
         self._run.kfac.detach()
 
 
+class ZeroRun:
+    """DeepSpeed under ZeRO 2: gradients are partitioned, and the engine waits too."""
+
+    def __init__(self, size: int) -> None:
+        section = {"direction": "natural", "kl_clip": 0.01, **SETTINGS}
+        self._cell = Cell("2", section, own=True)
+        self._engine = topology_jobs.make_engine(self._cell, size)
+
+    def step(self, step: int, rank: int, size: int) -> None:
+        train(self._engine, rank, size, self._cell, step + 1)
+
+    def close(self) -> None:
+        self._engine.kfac.detach()
+
+
+def with_the_store_in_rank_0(
+    rank: int, size: int, make_run: Callable[[int], Any], how: str
+) -> None:
+    """As under the deepspeed launcher, whose first rank hosts the key-value store."""
+    timeout = timedelta(seconds=30)
+    port = [0]
+    if rank == 0:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = [free.getsockname()[1]]
+    dist.broadcast_object_list(port)
+    dist.destroy_process_group()
+    address = f"tcp://127.0.0.1:{port[0]}"
+    dist.init_process_group(
+        "gloo", init_method=address, rank=rank, world_size=size, timeout=timeout
+    )
+    struck(rank, size, make_run, 0, 1, how)
+
+
 def late_and_stopped(rank: int, size: int) -> None:
     """Rank 1 is busy with something of the script's own, rank 2 is stopped; others wait."""
     run = PlainRun(size)
@@ -121,8 +162,6 @@ def lost_in_a_call(rank: int, size: int) -> str:
         raise RuntimeError("Connection closed by peer\nand a long stack of C++")
 
     Communicator.sum_ = broken  # type: ignore[method-assign]
-    import torch.distributed as dist
-
     dist.all_reduce = broken  # type: ignore[assignment]
     try:
         run.kfac.before_step()

@@ -12,7 +12,7 @@ import ds_kfac
 from ds_kfac import refresh
 from tests.unit.checkpoint.training import DIRECTIONS, Run, assert_identical, make
 
-STEPS = 25
+STEPS = 26
 # Captures every 3 steps, from step 12 on every 2; refreshes every 6 and 4; damping falls.
 SETTINGS: dict[str, Any] = {
     "factor_update_steps": {"type": "steps", "values": [3, 2], "boundaries": [12]},
@@ -69,7 +69,7 @@ def test_stopped_at_every_step(
         solvers.train(straight, range(step, step + 1))
     failures = [max(v for k, v in p.items() if "failures" in str(k)) for p in prints]
     assert 2 in failures and failures[-1] == 0
-    for stop in range(1, STEPS):
+    for stop in range(1, STEPS):  # 1 to 25
         resumed = make(settings(direction))
         resumed.load_host_state(hosts[stop])
         assert resumed.kfac.load(tmp_path / str(stop))
