@@ -5,7 +5,7 @@ A group of one rank needs no ``torch.distributed``: every operation is then loca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -113,7 +113,9 @@ class Communicator:
         """Gather equal parts: ``[n]`` on every rank to ``[size, n]``."""
         gathered = part.new_empty(self.size * part.numel())
         with self.waiting(kind):
-            dist.all_gather_into_tensor(gathered, part, group=self._group)
+            _renamed("all_gather_single", "all_gather_into_tensor")(
+                gathered, part, group=self._group
+            )
         self.ledger.record(kind, part.numel() * part.element_size() * (self.size - 1))
         return gathered.view(self.size, part.numel())
 
@@ -121,7 +123,9 @@ class Communicator:
         """Sum ``[size, n]`` over ranks; rank r keeps row r."""
         part = buffer.new_empty(buffer.shape[1])
         with self.waiting(kind):
-            dist.reduce_scatter_tensor(part, buffer.view(-1), group=self._group)
+            _renamed("reduce_scatter_single", "reduce_scatter_tensor")(
+                part, buffer.view(-1), group=self._group
+            )
         others = buffer.numel() - buffer.shape[1]
         self.ledger.record(kind, others * buffer.element_size())
         return part
@@ -156,3 +160,9 @@ class Communicator:
             self.ledger.record(kind, 2 * share // self.size)
             self.ledger.plan(kind, 2 * planned_bytes * (self.size - 1) // self.size)
         return values
+
+
+def _renamed(now: str, before: str) -> Callable[..., Any]:
+    """A function of ``torch.distributed``; its former name warns at every first use."""
+    function: Callable[..., Any] = getattr(dist, now, None) or getattr(dist, before)
+    return function
