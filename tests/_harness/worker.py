@@ -62,12 +62,14 @@ class Reply:
         error: The failure, if any.
         records: Collective calls of the job.
         usable: Whether the worker can serve another job.
+        groups: Process groups that are alive.
     """
 
     payload: bytes = b""
     error: ErrorInfo | None = None
     records: list[collectives.CollectiveRecord] = field(default_factory=list)
     usable: bool = True
+    groups: int = 0
 
 
 def main(spec: WorkerSpec, pipe: connection.Connection) -> None:
@@ -127,7 +129,8 @@ def _run(spec: WorkerSpec, request: bytes, offset: int) -> Reply:
             error = ErrorInfo.from_exception(spec.rank, caught)
     if error is not None:
         error = ErrorInfo(**{**vars(error), "output": _read_tail(spec.output, offset)})
-    return Reply(payload, error, records, usable=dist.is_initialized())
+    groups = len(dist.distributed_c10d._world.pg_map)
+    return Reply(payload, error, records, usable=dist.is_initialized(), groups=groups)
 
 
 def _read_tail(path: Path, offset: int) -> str:
