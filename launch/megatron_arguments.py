@@ -149,7 +149,9 @@ def _optimizer(cli: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--decoupled-lr", type=float, metavar="LR", help="of embeddings and output layer (--lr)"
     )
-    group.add_argument("--lr-warmup-iters", type=int, default=20, metavar="N", help="(20)")
+    group.add_argument(
+        "--lr-warmup-iters", type=int, default=20, metavar="N", help="at most half of the run (20)"
+    )
     group.add_argument(
         "--lr-decay-style", choices=("constant", "linear", "cosine"), default="cosine"
     )
