@@ -4,6 +4,7 @@ r"""Command line of the convergence benchmarks.
     python -m benchmarks.convergence run --optimizer adamw --steps 400 --seeds 1 2 3
     python -m benchmarks.convergence cost --optimizers kfac muon soap
     python -m benchmarks.convergence table
+    python -m benchmarks.convergence tries
     python -m benchmarks.convergence plot
 
 Every finished run is one line of ``--results``; a command that was interrupted computes what is

@@ -88,6 +88,13 @@ class Row:
         return statistics.fmean(self.shares)
 
     @property
+    def spread(self) -> float | None:
+        """Standard deviation of the shares over the seeds; None with a bound or a single seed."""
+        if len(self.reaches) < 2 or any(reach.bound for reach in self.reaches.values()):
+            return None
+        return statistics.stdev(self.shares)
+
+    @property
     def time(self) -> float | None:
         """Mean share of the baseline's processor time."""
         return None if self.cost is None else self.steps * self.cost.ratio

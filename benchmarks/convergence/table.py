@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.convergence.cells import Results
+from benchmarks.convergence.cells import Record, Results
 from benchmarks.convergence.compare import Row, rows
 from benchmarks.convergence.cost import read_costs
 
@@ -25,17 +25,29 @@ def text(table: Sequence[Row]) -> str:
         cost = "" if row.cost is None else f"{row.cost.ratio:.2f}"
         time = "" if row.time is None else f"{row.bound}{100 * row.time:.0f} %"
         losses = ", ".join(f"{loss:.4f} @{steps}" for steps, loss in row.losses.items())
-        steps = f"{row.bound}{100 * row.steps:.1f} %"
+        spread = f" ± {100 * row.spread:.1f}" if row.spread else ""
+        steps = f"{row.bound}{100 * row.steps:.1f}{spread} %"
         lines.append(f"| {name} | {setting} | {steps} | {shares} | {cost} | {time} | {losses} |")
     return "\n".join(lines)
 
 
-def selected(args: argparse.Namespace) -> list[Row]:
-    """Rows of the task, batch and seeds that the arguments name.
+def tries(records: Sequence[Record]) -> str:
+    """A Markdown table of the settings tried, the best first by method and length."""
+    lines = ["| optimizer, steps | hidden / other / warm-up | selecting half | reported half |"]
+    lines.append("|---|---|---|---|")
+    order = {
+        record.cell: (record.cell.optimizer, record.cell.options, record.cell.steps, record.select)
+        for record in records
+    }
+    for record in sorted(records, key=lambda record: order[record.cell]):
+        cell = record.cell
+        name = cell.optimizer if cell.options == "{}" else f"{cell.optimizer} `{cell.options}`"
+        losses = f"{record.select:.4f} | {record.loss:.4f}"
+        lines.append(f"| {name}, {cell.steps} | {cell.setting} | {losses} |")
+    return "\n".join(lines)
 
-    Raises:
-        LookupError: There are no such runs.
-    """
+
+def _records(args: argparse.Namespace) -> list[Record]:
     records = [
         record
         for record in Results(args.results).records.values()
@@ -44,8 +56,17 @@ def selected(args: argparse.Namespace) -> list[Row]:
     sizes = {record.cell.batch for record in records}
     if len(sizes) > 1:
         raise LookupError(f"several batch sizes ({sorted(sizes)}): choose one with --batch")
+    return records
+
+
+def selected(args: argparse.Namespace) -> list[Row]:
+    """Rows of the task, batch and seeds that the arguments name.
+
+    Raises:
+        LookupError: There are no such runs.
+    """
     return rows(
-        records,
+        _records(args),
         read_costs(args.results),
         baseline=args.baseline,
         target_steps=args.target_steps,
@@ -61,7 +82,13 @@ def add_arguments(cli: argparse.ArgumentParser) -> None:
 
 
 def add_command(commands: Any, shared: argparse.ArgumentParser) -> None:
-    """Add ``table`` to the command line."""
+    """Add ``table`` and ``tries`` to the command line."""
     cli = commands.add_parser("table", parents=[shared], help="steps and time to the target")
     add_arguments(cli)
     cli.set_defaults(command=lambda args: print(text(selected(args))))
+    cli = commands.add_parser("tries", parents=[shared], help="settings tried with seed 0")
+    cli.set_defaults(command=_print_tries)
+
+
+def _print_tries(args: argparse.Namespace) -> None:
+    print(tries([record for record in _records(args) if record.cell.seed == 0]))

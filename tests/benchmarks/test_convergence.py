@@ -112,6 +112,14 @@ def test_rows_compare_seed_by_seed_and_leave_out_incomplete_methods() -> None:
     assert first.shares == [150 / 400, 150 / 400] and first.time == pytest.approx(1.5 * 0.375)
     assert last.steps == 1.0 and last.bound == ""
     assert "| kfac | 0.004 / 0.008 / 2 | 37.5 % | 150, 150 | 1.50 | 56 % |" in table_text(table)
+    assert first.spread == last.spread == 0.0
+    uneven = [*records, record("kfac", 150, 1, 1.5)]
+    first = rows(uneven, costs, baseline="adamw", target_steps=400, seeds=[1, 2])[0]
+    assert first.shares == [pytest.approx(133.333 / 400, abs=1e-5), 150 / 400]
+    assert first.spread == pytest.approx(0.029463, abs=1e-5) and "± 2.9 %" in table_text([first])
+    bounded = [r for r in records if r.cell.optimizer == "adamw" or r.cell.steps == 200]
+    below = rows(bounded, costs, baseline="adamw", target_steps=400, seeds=[1, 2])[0]
+    assert below.bound == "<=" and below.spread is None
     with pytest.raises(LookupError, match="no runs of adamw over 400"):
         rows(records[2:], {}, baseline="adamw", target_steps=400, seeds=[1, 2])
 
@@ -202,6 +210,11 @@ def test_commands_resume_and_print(
     capsys.readouterr()
     assert cli.main(["table", *chosen]) == 0
     assert capsys.readouterr().out.startswith("| optimizer |")
+    assert cli.main([*again[:11], "--steps", "2", "--seeds", "0", *setting]) == 0
+    capsys.readouterr()
+    assert cli.main(["tries", *shared]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 3 and printed[2].startswith("| adamw, 2 | 0.004 / 0.008 / 1 | ")
     assert cli.main(["plot", *chosen, "--out", str(tmp_path / "x.png")]) == 0
     assert (tmp_path / "x.png").stat().st_size > 0
     assert cli.main(["table", *shared, "--target-steps", "9"]) == 2
