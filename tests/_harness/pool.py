@@ -38,9 +38,10 @@ DEFAULT_TIMEOUT = 60.0
 DEFAULT_PG_TIMEOUT = 30.0
 DEFAULT_GRACE = 15.0
 _START_TIMEOUT = 120.0
-# Engines leave their process groups behind, and each has a gloo thread that wakes up a hundred
-# times a second for ever: with 500 of them in every worker, idle pools took half of the machine.
-_MAX_GROUPS = 40
+# Engines leave process groups behind, also destroyed ones, and each has three threads of gloo that
+# wake up a hundred times a second for ever: with 600 in every worker, idle pools took half of the
+# machine.
+_MAX_THREADS = 150
 # torch._dynamo is imported by the first optimizer step and pytest by the workers' __main__.
 _preloaded = ["torch", "torch.distributed", "torch._dynamo", "pytest"]
 _worlds: dict[int, World] = {}
@@ -187,7 +188,7 @@ class World:
             raise
         clean = all(reply.error is None for reply in replies) or _failed_alike(replies)
         in_step = collectives.compare([reply.records for reply in replies]) is None
-        usable = all(reply.usable and reply.groups <= _MAX_GROUPS for reply in replies)
+        usable = all(reply.usable and reply.threads <= _MAX_THREADS for reply in replies)
         if not (clean and in_step and usable):
             self.close()
         return replies

@@ -62,14 +62,14 @@ class Reply:
         error: The failure, if any.
         records: Collective calls of the job.
         usable: Whether the worker can serve another job.
-        groups: Process groups that are alive.
+        threads: Threads of the process, as far as the system tells.
     """
 
     payload: bytes = b""
     error: ErrorInfo | None = None
     records: list[collectives.CollectiveRecord] = field(default_factory=list)
     usable: bool = True
-    groups: int = 0
+    threads: int = 0
 
 
 def main(spec: WorkerSpec, pipe: connection.Connection) -> None:
@@ -129,8 +129,12 @@ def _run(spec: WorkerSpec, request: bytes, offset: int) -> Reply:
             error = ErrorInfo.from_exception(spec.rank, caught)
     if error is not None:
         error = ErrorInfo(**{**vars(error), "output": _read_tail(spec.output, offset)})
-    groups = len(dist.distributed_c10d._world.pg_map)
-    return Reply(payload, error, records, usable=dist.is_initialized(), groups=groups)
+    return Reply(payload, error, records, usable=dist.is_initialized(), threads=_threads())
+
+
+def _threads() -> int:
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.is_dir() else threading.active_count()
 
 
 def _read_tail(path: Path, offset: int) -> str:
