@@ -90,9 +90,7 @@ class Row:
     @property
     def spread(self) -> float | None:
         """Standard deviation of the shares over the seeds; None with a bound or a single seed."""
-        if len(self.reaches) < 2 or any(reach.bound for reach in self.reaches.values()):
-            return None
-        return statistics.stdev(self.shares)
+        return None if self.bound or len(self.reaches) < 2 else statistics.stdev(self.shares)
 
     @property
     def time(self) -> float | None:

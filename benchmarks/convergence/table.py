@@ -18,7 +18,7 @@ def text(table: Sequence[Row]) -> str:
     lines = ["| " + " | ".join(HEAD) + " |", "|---|---|---|---|---|---|---|"]
     for row in table:
         optimizer, options, setting = row.method
-        name = optimizer if options == "{}" else f"{optimizer} `{options}`"
+        name = _name(optimizer, options)
         shares = ", ".join(
             f"{reach.bound}{reach.steps:.0f}" for _, reach in sorted(row.reaches.items())
         )
@@ -35,16 +35,21 @@ def tries(records: Sequence[Record]) -> str:
     """A Markdown table of the settings tried, the best first by method and length."""
     lines = ["| optimizer, steps | hidden / other / warm-up | selecting half | reported half |"]
     lines.append("|---|---|---|---|")
-    order = {
-        record.cell: (record.cell.optimizer, record.cell.options, record.cell.steps, record.select)
-        for record in records
-    }
-    for record in sorted(records, key=lambda record: order[record.cell]):
+    for record in sorted(records, key=_place):
         cell = record.cell
-        name = cell.optimizer if cell.options == "{}" else f"{cell.optimizer} `{cell.options}`"
+        name = _name(cell.optimizer, cell.options)
         losses = f"{record.select:.4f} | {record.loss:.4f}"
         lines.append(f"| {name}, {cell.steps} | {cell.setting} | {losses} |")
     return "\n".join(lines)
+
+
+def _name(optimizer: str, options: str) -> str:
+    return optimizer if options == "{}" else f"{optimizer} `{options}`"
+
+
+def _place(record: Record) -> tuple[str, str, int, float]:
+    cell = record.cell
+    return cell.optimizer, cell.options, cell.steps, record.select
 
 
 def _records(args: argparse.Namespace) -> list[Record]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from ds_kfac.comm.progress import Progress, Wait
 from ds_kfac.comm.watchdog import EXIT_CODE, Timing, absent
-from tests._harness import World, deepspeed_cpu, preload, world
+from tests._harness import World, world
 from tests._harness.errors import ErrorInfo
 from tests.faults import watchdog_jobs as jobs
 
@@ -39,21 +40,26 @@ def test_the_program_of_a_step() -> None:
     assert found == [list(PLACES.items())] * 2
 
 
+def strike(
+    make_run: Callable[[int], Any], how: str, number: int, **options: Any
+) -> list[ErrorInfo | None]:
+    """Both ranks' ends, when rank 1 is hit before the n-th collective of its second step."""
+    return World(2).run_expecting_errors(
+        *(jobs.struck, make_run, 1, number, how),
+        isolated=True,
+        grace=1.0 if how == "stopped" else 10.0,
+        **options,
+    )
+
+
 @pytest.fixture(scope="module")
 def struck() -> dict[tuple[str, int], list[ErrorInfo | None]]:
     """Both ranks' ends, by what hit rank 1 and before which collective of its second step."""
     cells = [(how, number) for how in jobs.SIGNALS for number in range(1, len(PLACES) + 1)]
 
-    def run(cell: tuple[str, int]) -> list[ErrorInfo | None]:
-        how, number = cell
-        return World(2).run_expecting_errors(
-            *(jobs.struck, jobs.PlainRun, 1, number, how),
-            isolated=True,
-            grace=1.0 if how == "stopped" else 10.0,
-        )
-
     with ThreadPoolExecutor(2) as pool:  # most of the time is waiting
-        return dict(zip(cells, pool.map(run, cells), strict=True))
+        ends = pool.map(lambda cell: strike(jobs.PlainRun, *cell), cells)
+        return dict(zip(cells, ends, strict=True))
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
@@ -95,23 +101,15 @@ ZERO_PLACES = [
 ]
 
 
-def test_under_zero_2() -> None:
+def test_under_deepspeed_zero_2() -> None:
     """Gradients are partitioned there, so there are two more places to be stopped at."""
-    _preload_deepspeed()
     found = world(2).run(jobs.program, jobs.ZeroRun, isolated=True, timeout=120)
     assert found == [ZERO_PLACES] * 2
 
-    def run(number: int) -> list[ErrorInfo | None]:
-        return World(2).run_expecting_errors(
-            *(jobs.struck, jobs.ZeroRun, 1, number, "stopped"),
-            isolated=True,
-            grace=1.0,
-            timeout=120,
-        )
-
     numbers = (2, 4)
     with ThreadPoolExecutor(2) as pool:
-        for number, errors in zip(numbers, pool.map(run, numbers), strict=True):
+        ends = pool.map(lambda n: strike(jobs.ZeroRun, "stopped", n, timeout=120), numbers)
+        for number, errors in zip(numbers, ends, strict=True):
             kind, place = ZERO_PLACES[number - 1]
             text = report(errors[0])
             assert re.search(rf"KFAC-E122 {place} \(collective \d+, kind {kind}\)", text)
@@ -129,11 +127,6 @@ def test_the_rank_that_hosts_the_store(how: str) -> None:
     text = other.text if how == "killed" else report(other)
     assert "KFAC-E122 step 1, vote (collective " in text
     assert "the job's key-value store does not answer: the process that hosts it (rank 0" in text
-
-
-def _preload_deepspeed() -> None:
-    """Without effect where a pool has started already: then the ranks import it themselves."""
-    preload(*deepspeed_cpu.PRELOAD)
 
 
 def test_a_late_and_a_stopped_rank_are_told_apart() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +17,7 @@ from ds_kfac.errors import KFACError
 from tests.hosts import topology_jobs
 from tests.hosts.engine_checkpoint_jobs import train
 from tests.hosts.topology_jobs import Cell
+from tests.launch.processes import free_port
 from tests.unit.checkpoint.training import Run, make
 
 TIMEOUT = 1.5
@@ -101,11 +101,7 @@ def with_the_store_in_rank_0(
 ) -> None:
     """As under the deepspeed launcher, whose first rank hosts the key-value store."""
     timeout = timedelta(seconds=30)
-    port = [0]
-    if rank == 0:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = [free.getsockname()[1]]
+    port = [free_port()] if rank == 0 else [""]
     dist.broadcast_object_list(port)
     dist.destroy_process_group()
     address = f"tcp://127.0.0.1:{port[0]}"

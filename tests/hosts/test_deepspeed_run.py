@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 import ds_kfac
 from ds_kfac.hosts import deepspeed_patch
 from tests._harness import deepspeed_cpu
+from tests.launch.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 USER_SCRIPT = Path(__file__).with_name("user_script.py")
@@ -147,15 +147,12 @@ def reports(folder: Path, ranks: int) -> list[dict[str, Any]]:
 
 
 def single_process_variables() -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return {
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": free_port(),
     }
 
 
@@ -182,12 +179,9 @@ def test_deepspeed_launcher_with_optimizer_type_kfac(tmp_path: Path) -> None:
     """`deepspeed.initialize` on two ranks; DeepSpeed alone refuses the optimizer's name."""
     pytest.importorskip("deepspeed")
     config = write_config(tmp_path, optimizer={"type": "KFAC", "params": {"lr": 0.01, **SETTINGS}})
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     launcher = str(Path(sys.executable).with_name("deepspeed"))
     done = start(
-        *(launcher, "--num_gpus", "2", "--master_port", port, "--module", "ds_kfac.run"),
+        *(launcher, "--num_gpus", "2", "--master_port", free_port(), "--module", "ds_kfac.run"),
         *(str(USER_SCRIPT), str(tmp_path), "--deepspeed", "--deepspeed_config", config),
         DS_ACCELERATOR="cpu",
     )
