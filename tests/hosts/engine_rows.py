@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ds_kfac.errors import KFACError
@@ -22,6 +22,24 @@ PRECISIONS: dict[str, tuple[str, dict[str, Any], float]] = {
     "autocast bf16": ("fp32", {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, 6e-2),
     "autocast fp16": ("fp32", {"torch_autocast": {"enabled": True, "dtype": "float16"}}, 2e-2),
 }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which rows of the table to measure; all by default.
+
+    Attributes:
+        engines: Parts of the names of engines.
+        sizes: Numbers of ranks.
+    """
+
+    engines: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = field(default=(1, 2, 4))
+
+    def wants(self, engine: str, size: int) -> bool:
+        """Whether to measure an engine on a number of ranks."""
+        named = not self.engines or any(part.lower() in engine.lower() for part in self.engines)
+        return named and size in self.sizes
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,16 @@
 """P1 over DeepSpeed's engines: engine x precision x accumulation x offload x ranks.
 
-Run ``python -m tests.hosts.engine_table`` to print it. Cells are the largest relative difference
+Run ``python -m tests.hosts.engine_table`` to print it, with ``--engine AutoTP --engine MoE`` or
+``--ranks 2`` a part of it. Cells are the largest relative difference
 of a weight to the float64 oracle (fp32), or the error of the weights' movement relative to its
 size (half precision; docs/adr/0006), or why the combination is refused.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +27,7 @@ from tests.hosts import (
 )
 from tests.hosts import topology_table as table
 from tests.hosts.deepspeed_cells import cell
-from tests.hosts.engine_rows import PRECISIONS, Row, attempt
+from tests.hosts.engine_rows import PRECISIONS, Choice, Row, attempt
 from tests.hosts.topology_jobs import Cell
 
 SIZES = (1, 2, 4)
@@ -97,7 +100,7 @@ def pipeline_outcome(rank: int, size: int, item: pipeline_jobs.Cell) -> dict[str
     return attempt(lambda: pipeline_jobs.train_cell(rank, size, item)["weights"])
 
 
-def measure_pipelines(size: int) -> list[Row]:
+def measure_pipelines(size: int, engines: list[str]) -> list[Row]:
     """Pipelines of two stages: three micro-batches per step."""
     base = pipeline_jobs.Cell("holes", 2, 0, test_deepspeed_pipeline.NATURAL)
     model = pipeline_jobs.Whole("holes").double()
@@ -114,12 +117,15 @@ def measure_pipelines(size: int) -> list[Row]:
         steps=pipeline_jobs.STEPS,
     )
     rows = []
-    for engine, zero in PIPELINES.items():
+    for engine in engines:
         cells: dict[str, float | str] = {}
         for name in PIPELINE_PRECISIONS:
             dtype, extra, _ = PRECISIONS[name]
             item = replace(
-                base, zero=zero, dtype=dtype, extra={**extra, **parallel_rows.WITHOUT_DECAY}
+                base,
+                zero=PIPELINES[engine],
+                dtype=dtype,
+                extra={**extra, **parallel_rows.WITHOUT_DECAY},
             )
             # Stages send to their neighbours, so that ranks differ in what they call.
             found = world(size).run(
@@ -174,18 +180,35 @@ def _text(value: float | str | None, reasons: list[str]) -> str:
     return f"refused [{reasons.index(reason) + 1}]"
 
 
-def main() -> int:
-    """Print the table; exit code 1 when a cell is out of tolerance."""
+def rows_of(choice: Choice) -> list[Row]:
+    """The chosen rows, in the order of the table."""
+    rows = []
+    for size in choice.sizes:
+        if engines := [name for name in ENGINES if choice.wants(name, size)]:
+            rows += measure(size, engines)
+        if size > 1 and (engines := [name for name in PIPELINES if choice.wants(name, size)]):
+            rows += measure_pipelines(size, engines)
+    return rows + parallel_rows.measure(choice)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; exit code 1 when a cell is out of tolerance, or no row has the name."""
+    parser = argparse.ArgumentParser(description="P1 over DeepSpeed's engines.")
+    parser.add_argument(
+        *("--engine",), action="append", default=[], help="part of a row's name; may be repeated"
+    )
+    parser.add_argument(
+        *("--ranks",), action="append", type=int, choices=SIZES, help="may be repeated"
+    )
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rows = [row for size in SIZES for row in measure(size, list(ENGINES))]
-    rows += [row for size in SIZES[1:] for row in measure_pipelines(size)]
-    rows += parallel_rows.measure()
+    rows = rows_of(Choice(tuple(options.engine), tuple(options.ranks or SIZES)))
     order = {name: index for index, name in enumerate([*ENGINES, *PIPELINES])}
     rows.sort(key=lambda row: (order.get(row.engine, len(order)), row.engine, row.size))
     print("natural: difference to the single-process float64 oracle")
     print(format_table(rows))
     close_all()
-    return int(not all(row.passed for row in rows))
+    return int(not rows or not all(row.passed for row in rows))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from tests.hosts import (
     ulysses_jobs,
 )
 from tests.hosts import topology_jobs as jobs
-from tests.hosts.engine_rows import PRECISIONS, Row, attempt
+from tests.hosts.engine_rows import PRECISIONS, Choice, Row, attempt
 from tests.reference import DenseKFAC
 
 WITHOUT_DECAY: dict[str, Any] = {"optimizer": {"params": {"weight_decay": 0.0}}}
@@ -42,9 +42,16 @@ CLIPPING = 0.5
 Weights = dict[str, Tensor]
 
 
-def measure() -> list[Row]:
-    """All rows; fp32 on all numbers of ranks, other precisions on two."""
-    return [*_tensor_rows(), *_sequence_rows(), *_expert_rows()]
+def measure(choice: Choice) -> list[Row]:
+    """The chosen rows; fp32 on all numbers of ranks, other precisions on two."""
+    return [*_tensor_rows(choice), *_sequence_rows(choice), *_expert_rows(choice)]
+
+
+def _chosen(
+    choice: Choice, label: str, size: int, keys: list[tuple[str, int]]
+) -> list[tuple[str, int]]:
+    """Of the ZeRO stages and accumulations of an engine those to measure."""
+    return [key for key in keys if choice.wants(f"{label}, {key[0]}", size)]
 
 
 def oracle(
@@ -174,16 +181,20 @@ def tensor_outcomes(
     ]
 
 
-def _tensor_rows() -> Iterator[Row]:
-    for size, degree in test_deepspeed_autotp.TOPOLOGIES:
-        yield from _tensor_rows_of("exact", size, degree)
-        if degree == 2:  # what block means depends on the degree
-            yield from _tensor_rows_of("block", size, degree)
-
-
-def _tensor_rows_of(mode: str, size: int, degree: int) -> Iterator[Row]:
-    copies = size // degree
+def _tensor_rows(choice: Choice) -> Iterator[Row]:
     keys = [(stage, acc) for stage in STAGES for acc in (1, 4)]
+    for size, degree in test_deepspeed_autotp.TOPOLOGIES:
+        # What block means depends on the degree.
+        for mode in ("exact", "block") if degree == 2 else ("exact",):
+            label = f"AutoTP {degree} {mode}"
+            if chosen := _chosen(choice, label, size, keys):
+                yield from _tensor_rows_of(label, mode, size, degree, chosen)
+
+
+def _tensor_rows_of(
+    label: str, mode: str, size: int, degree: int, keys: list[tuple[str, int]]
+) -> Iterator[Row]:
+    copies = size // degree
     # Steps that are large beside the rounding of a weight that is stored in bf16.
     settings = {**NATURAL, "kl_clip": 1.0}
     base = autotp_jobs.Cell(
@@ -232,7 +243,7 @@ def _tensor_rows_of(mode: str, size: int, degree: int) -> Iterator[Row]:
         return _error(name, weights if view is None else view.pieces(weights), exact, origin)
 
     assert copies * 4 <= autotp_jobs.BATCH
-    yield from _rows(f"AutoTP {degree} {mode}", size, keys, train, measured)
+    yield from _rows(label, size, keys, train, measured)
 
 
 class Start(nn.Module):
@@ -266,13 +277,14 @@ def sequence_outcomes(
     ]
 
 
-def _sequence_rows() -> Iterator[Row]:
+def _sequence_rows(choice: Choice) -> Iterator[Row]:
     for size in (2, 4):
-        yield from _sequence_rows_of(size)
+        keys = [(stage, acc) for stage in STAGES for acc in (1, 8 // size)]
+        if chosen := _chosen(choice, "Ulysses 2", size, keys):
+            yield from _sequence_rows_of(size, chosen)
 
 
-def _sequence_rows_of(size: int) -> Iterator[Row]:
-    keys = [(stage, acc) for stage in STAGES for acc in (1, 8 // size)]
+def _sequence_rows_of(size: int, keys: list[tuple[str, int]]) -> Iterator[Row]:
     settings = {**NATURAL, **INTERVALS}
 
     def exact(scale: float) -> Weights:
@@ -330,15 +342,19 @@ def expert_outcomes(rank: int, size: int, cells: list[moe_jobs.Cell]) -> list[We
     ]
 
 
-def _expert_rows() -> Iterator[Row]:
+def _expert_rows(choice: Choice) -> Iterator[Row]:
     for size in (1, 2, 4):
+        keys = [(stage, moe_jobs.PARTS // size) for stage in STAGES]
         for degree in (1, 2)[:size]:
-            yield from _expert_rows_of(size, degree)
+            label = f"MoE, ep {degree}"
+            if chosen := _chosen(choice, label, size, keys):
+                yield from _expert_rows_of(label, size, degree, chosen)
 
 
-def _expert_rows_of(size: int, degree: int) -> Iterator[Row]:
+def _expert_rows_of(
+    label: str, size: int, degree: int, keys: list[tuple[str, int]]
+) -> Iterator[Row]:
     """The batch is cut into the same parts everywhere, whose tokens are routed by themselves."""
-    keys = [(stage, moe_jobs.PARTS // size) for stage in STAGES]
     # Routes are so clear that rounding does not flip them.
     base = moe_jobs.Cell(
         *(2, degree, 0, {**NATURAL, **INTERVALS}),
@@ -382,4 +398,4 @@ def _expert_rows_of(size: int, degree: int) -> Iterator[Row]:
     def measured(index: int, name: str, weights: Weights) -> float:
         return _error(name, weights, exact, moe_jobs.Whole(base))
 
-    yield from _rows(f"MoE, ep {degree}", size, keys, train, measured)
+    yield from _rows(label, size, keys, train, measured)
