@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ds_kfac
 from tests._harness import deepspeed_cpu, world
-from tests.hosts import moe_jobs, ulysses_jobs
+from tests.hosts import moe_jobs, pipeline_jobs, ulysses_jobs
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.dist
@@ -55,35 +55,75 @@ class Tokens(nn.Module):
         return self.head(self.experts(torch.tanh(self.enter(x)))[0])
 
 
+class Head(nn.Module):
+    """The last stage of a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(pipeline_jobs.WIDTH, pipeline_jobs.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
+class Batches:
+    """As many batches as are asked for."""
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        return torch.randn(2, pipeline_jobs.WIDTH), torch.randn(2, pipeline_jobs.WIDTH)
+
+
+def build_under_zero_init(attention: Any) -> nn.Module:
+    """As large models are: before there is an ``mpu``, the JSON alone says who shares sequences."""
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=str(ROOT / "configs/zero3_kfac_ulysses.json")):
+        return Sequences(attention)
+
+
 def start(rank: int, size: int, text: str, kind: str) -> tuple[int, list[str]]:
     """Run an example and train two steps; applied steps and the layers of K-FAC."""
     deepspeed_cpu.prepare()
     torch.manual_seed(0)
-    names: dict[str, Any] = {"ds_kfac": ds_kfac}
-    if kind == "sequences":
-        names |= {"build": Sequences, "attention": ulysses_jobs.Attend()}
-        shape: tuple[int, ...] = (16, ulysses_jobs.LENGTH // size, ulysses_jobs.WIDTH)
-    else:
-        names |= {"build": Tokens, "expert": moe_jobs.Expert()}
-        shape = (16 // size, moe_jobs.WIDTH)
+    names: dict[str, Any] = {"ds_kfac": ds_kfac, "attention": ulysses_jobs.Attend()}
+    names |= {"Embed": pipeline_jobs.Block, "Block": pipeline_jobs.Block, "Head": Head}
+    names |= {"loss": pipeline_jobs.loss, "batches": Batches(), "expert": moe_jobs.Expert()}
+    names["build"] = Tokens if kind == "tokens" else build_under_zero_init
     exec(text, names)
     engine = names["engine"]
-    for _ in range(2):
-        engine.backward(engine(torch.randn(shape)).square().mean())
+    shape = (16, ulysses_jobs.LENGTH // size, ulysses_jobs.WIDTH)
+    for _ in range(2 - engine.global_steps):  # that of pipelines trains a step itself
+        if kind == "stages":
+            engine.train_batch(names["batches"])
+            continue
+        x = torch.randn(shape if kind == "sequences" else (16 // size, moe_jobs.WIDTH))
+        engine.backward(engine(x).square().mean())
         engine.step()
-    steps, layers = engine.kfac.counters.steps, list(engine.kfac.owners)
+    steps, layers = engine.kfac.counters.steps, [spec.name for spec in engine.kfac.layers.layers]
+    assert engine.train_batch_size() == 16
     engine.destroy()
     return steps, layers
 
 
 @pytest.mark.parametrize(
-    ("word", "kind", "layer"),
+    ("word", "kind", "layers"),
     [
-        ("DistributedAttention", "sequences", "net.query"),
-        ("MoE(", "tokens", "experts.deepspeed_moe.experts.deepspeed_experts.1.down"),
+        ("DistributedAttention", "sequences", ["net.query"]),
+        ("PipelineModule", "stages", ["1.linear", "2.linear"]),
+        ("MoE(", "tokens", ["experts.deepspeed_moe.experts.deepspeed_experts.1.down"]),
     ],
 )
-def test_the_example_trains(word: str, kind: str, layer: str) -> None:
-    """On two ranks, with the JSON it names."""
-    for steps, layers in world(2).run(start, example(word), kind, isolated=True, timeout=120):
-        assert steps == 2 and layer in layers
+def test_the_example_trains(word: str, kind: str, layers: list[str]) -> None:
+    """On two ranks, with the JSON it names; both stages of a pipeline have layers."""
+    found = world(2).run(
+        *(start, example(word), kind),
+        isolated=True,
+        timeout=120,
+        compare_collectives=kind != "stages",
+    )
+    for rank, (steps, names) in enumerate(found):
+        assert steps == 2 and layers[rank % len(layers)] in names
+        assert not any("head" in name for name in names)

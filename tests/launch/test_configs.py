@@ -26,7 +26,12 @@ VARIANTS: dict[str, dict[str, Any]] = {  # beside the ZeRO stage in their name
     "zero2_kfac_offload": {"zero_force_ds_cpu_optimizer": False},
     "zero3_kfac_offload": {"bf16": {"enabled": True}, "zero_force_ds_cpu_optimizer": False},
     "zero1_kfac_autotp": {"tensor_parallel": {"autotp_size": 2}},
+    "zero1_kfac_pipeline": {"train_micro_batch_size_per_gpu": 2},
+    "zero2_kfac_moe": {},
+    "zero3_kfac_ulysses": {"sequence_parallel_size": 2},
 }
+# Models or groups of their own: tests.hosts trains them.
+ELSEWHERE = ("autotp", "pipeline", "moe", "ulysses")
 EXPECTED = (
     *VARIANTS,
     *("zero2_adamw", "zero2_kfac", "zero2_sgd_kfac_section", "zero2_adamw_kfac_section"),
@@ -89,6 +94,8 @@ def test_kfac_variants_differ_only_where_their_names_say(name: str) -> None:
     reference.pop("zero_optimization")
     if "autotp" in name:  # for Hugging Face models, which AutoTP knows how to cut
         reference["optimizer"]["params"]["skip_layers"] = ["lm_head"]
+    if "moe" in name:  # an expert sees a share of the rows as it is
+        reference["optimizer"]["params"]["factor_token_fraction"] = 1.0
     assert variant == reference
 
 
@@ -131,11 +138,16 @@ def _train(rank: int, size: int, names: list[str]) -> dict[str, tuple[int, int, 
 
 @pytest.mark.dist
 def test_every_kfac_file_trains() -> None:
-    """Two ranks, real engines; AutoTP needs a model it can cut and has a test of its own."""
+    """Two ranks, real engines; but for those whose tests are beside their engines' in tests.hosts.
+
+    ``test_deepspeed_autotp.py`` and ``test_deepspeed_guide.py``.
+    """
     pytest.importorskip("deepspeed")
     from tests._harness import world
 
-    names = [path.stem for path in FILES if "kfac" in path.stem and "autotp" not in path.stem]
+    names = [
+        path.stem for path in FILES if "kfac" in path.stem and not path.stem.endswith(ELSEWHERE)
+    ]
     alone = [name for name in names if "fp16" in name or "autocast" in name]
     jobs = [[name for name in names if name not in alone], *([name] for name in alone)]
     for job in jobs:

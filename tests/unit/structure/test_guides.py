@@ -59,6 +59,12 @@ def test_named_tests_exist(guide: Path) -> None:
             assert not function or function in functions(matching[0]), where
 
 
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
+def test_named_configurations_exist(guide: Path) -> None:
+    for name in re.findall(r"configs/([\w.]+\.(?:json|args))", guide.read_text(encoding="utf-8")):
+        assert (ROOT / "configs" / name).is_file(), f"{guide.name}: {name}"
+
+
 def test_every_case_of_the_catalogue_has_a_test() -> None:
     text = (ROOT / "docs" / "guide" / "reliability.md").read_text(encoding="utf-8")
     table = text.split("## The fault catalogue")[1].split("\n## ")[0]
