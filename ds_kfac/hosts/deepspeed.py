@@ -76,6 +76,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         result = original(*args, **kwargs)
         result[0].kfac = None
         return tuple(result)
+    deepspeed_step.drop_gradients(arguments["model"])
     result = original(*bound.args, **bound.kwargs)
     if result[0].basic_optimizer is None:  # evaluation: nothing is stepped
         result[0].kfac = None

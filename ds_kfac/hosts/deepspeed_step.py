@@ -32,6 +32,25 @@ def replace_earlier(module: nn.Module) -> None:
             session.detach()
 
 
+def drop_gradients(module: nn.Module) -> None:
+    """Take the gradients off a model that an engine is about to be built on.
+
+    An engine that is let go of in the middle of accumulation leaves them in ``param.grad`` under
+    ZeRO 0 and 1, where the first step of the next one would add them to its own, without their
+    statistics.
+    """
+    left = [param for param in module.parameters() if param.grad is not None]
+    for param in left:
+        param.grad = None
+    if left:
+        logger.warning(
+            "KFAC-W119 %d parameters had a gradient before the engine was built, as an earlier "
+            "engine leaves it in the middle of accumulation: it is dropped, or it would be added "
+            "to that of the first step",
+            len(left),
+        )
+
+
 def wrap_step(engine: Any, kfac: KFAC, host: DeepSpeedHost) -> None:
     """Put the preconditioner at the entry of the engine's step."""
     original = engine._take_model_step
