@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ds_kfac.errors import KFACError
@@ -29,17 +30,23 @@ class Choice:
     """Which rows of the table to measure; all by default.
 
     Attributes:
-        engines: Parts of the names of engines.
+        engines: Patterns in the names of engines.
         sizes: Numbers of ranks.
+        precisions: Names in ``PRECISIONS``.
     """
 
     engines: tuple[str, ...] = ()
-    sizes: tuple[int, ...] = field(default=(1, 2, 4))
+    sizes: tuple[int, ...] = (1, 2, 4)
+    precisions: tuple[str, ...] = tuple(PRECISIONS)
 
     def wants(self, engine: str, size: int) -> bool:
         """Whether to measure an engine on a number of ranks."""
-        named = not self.engines or any(part.lower() in engine.lower() for part in self.engines)
+        named = not self.engines or any(re.search(p, engine, re.I) for p in self.engines)
         return named and size in self.sizes
+
+    def keys(self, label: str, size: int, keys: list[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Of the ZeRO stages and accumulations of an engine those to measure."""
+        return [key for key in keys if self.wants(f"{label}, {key[0]}", size)]
 
 
 @dataclass(frozen=True)

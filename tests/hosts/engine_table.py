@@ -58,14 +58,15 @@ def outcomes(rank: int, size: int, items: list[Cell]) -> list[dict[str, Tensor] 
     ]
 
 
-def measure(size: int, engines: list[str]) -> list[Row]:
-    """All precisions and accumulations of some engines.
+def measure(size: int, engines: list[str], precisions: Sequence[str]) -> list[Row]:
+    """Some precisions and all accumulations of some engines.
 
     Autocast and fp16 change the process they run in: one isolated job per precision.
     """
     keys = [(engine, acc) for engine in engines for acc in ACCUMULATIONS]
     columns: dict[str, list[float | str]] = {}
-    for name, (dtype, extra, _) in PRECISIONS.items():
+    for name in precisions:
+        dtype, extra, _ = PRECISIONS[name]
         items = [
             cell(
                 "natural",
@@ -80,7 +81,7 @@ def measure(size: int, engines: list[str]) -> list[Row]:
         found = world(size).run(outcomes, items, isolated=True, timeout=300)[0]
         columns[name] = [_value(outcome, dtype, extra) for outcome in found]
     return [
-        Row(engine, size, acc, {name: columns[name][index] for name in PRECISIONS})
+        Row(engine, size, acc, {name: columns[name][index] for name in precisions})
         for index, (engine, acc) in enumerate(keys)
     ]
 
@@ -100,7 +101,7 @@ def pipeline_outcome(rank: int, size: int, item: pipeline_jobs.Cell) -> dict[str
     return attempt(lambda: pipeline_jobs.train_cell(rank, size, item)["weights"])
 
 
-def measure_pipelines(size: int, engines: list[str]) -> list[Row]:
+def measure_pipelines(size: int, engines: list[str], precisions: Sequence[str]) -> list[Row]:
     """Pipelines of two stages: three micro-batches per step."""
     base = pipeline_jobs.Cell("holes", 2, 0, test_deepspeed_pipeline.NATURAL)
     model = pipeline_jobs.Whole("holes").double()
@@ -119,7 +120,7 @@ def measure_pipelines(size: int, engines: list[str]) -> list[Row]:
     rows = []
     for engine in engines:
         cells: dict[str, float | str] = {}
-        for name in PIPELINE_PRECISIONS:
+        for name in (name for name in PIPELINE_PRECISIONS if name in precisions):
             dtype, extra, _ = PRECISIONS[name]
             item = replace(
                 base,
@@ -185,9 +186,9 @@ def rows_of(choice: Choice) -> list[Row]:
     rows = []
     for size in choice.sizes:
         if engines := [name for name in ENGINES if choice.wants(name, size)]:
-            rows += measure(size, engines)
+            rows += measure(size, engines, choice.precisions)
         if size > 1 and (engines := [name for name in PIPELINES if choice.wants(name, size)]):
-            rows += measure_pipelines(size, engines)
+            rows += measure_pipelines(size, engines, choice.precisions)
     return rows + parallel_rows.measure(choice)
 
 
@@ -195,14 +196,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; exit code 1 when a cell is out of tolerance, or no row has the name."""
     parser = argparse.ArgumentParser(description="P1 over DeepSpeed's engines.")
     parser.add_argument(
-        *("--engine",), action="append", default=[], help="part of a row's name; may be repeated"
+        *("--engine",), action="append", default=[], help="pattern in a row's name; may be repeated"
     )
     parser.add_argument(
         *("--ranks",), action="append", type=int, choices=SIZES, help="may be repeated"
     )
+    parser.add_argument(
+        *("--precision",), action="append", choices=list(PRECISIONS), help="may be repeated"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rows = rows_of(Choice(tuple(options.engine), tuple(options.ranks or SIZES)))
+    rows = rows_of(
+        Choice(
+            tuple(options.engine),
+            tuple(options.ranks or SIZES),
+            tuple(options.precision or PRECISIONS),
+        )
+    )
     order = {name: index for index, name in enumerate([*ENGINES, *PIPELINES])}
     rows.sort(key=lambda row: (order.get(row.engine, len(order)), row.engine, row.size))
     print("natural: difference to the single-process float64 oracle")

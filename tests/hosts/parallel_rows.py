@@ -47,13 +47,6 @@ def measure(choice: Choice) -> list[Row]:
     return [*_tensor_rows(choice), *_sequence_rows(choice), *_expert_rows(choice)]
 
 
-def _chosen(
-    choice: Choice, label: str, size: int, keys: list[tuple[str, int]]
-) -> list[tuple[str, int]]:
-    """Of the ZeRO stages and accumulations of an engine those to measure."""
-    return [key for key in keys if choice.wants(f"{label}, {key[0]}", size)]
-
-
 def oracle(
     model: nn.Module,
     layers: Sequence[str],
@@ -83,6 +76,7 @@ def oracle(
 
 
 def _rows(
+    choice: Choice,
     label: str,
     size: int,
     keys: Sequence[tuple[str, int]],
@@ -92,6 +86,7 @@ def _rows(
     """One row per engine and accumulation.
 
     Args:
+        choice: Says which precisions to measure on two ranks.
         label: Of the engine.
         size: Ranks.
         keys: ZeRO and accumulation of every row.
@@ -99,7 +94,7 @@ def _rows(
         measured: Difference of a row, by index, in a precision, to the oracle.
     """
     rows = [Row(f"{label}, {engine}", size, acc, {}) for engine, acc in keys]
-    for name in PRECISIONS if size == 2 else ("fp32",):
+    for name in choice.precisions if size == 2 else ("fp32",):
         dtype, extra, _ = PRECISIONS[name]
         by_rank = train(dtype, jobs.merged(WITHOUT_DECAY, extra))
         for index, row in enumerate(rows):
@@ -182,18 +177,17 @@ def tensor_outcomes(
 
 
 def _tensor_rows(choice: Choice) -> Iterator[Row]:
-    keys = [(stage, acc) for stage in STAGES for acc in (1, 4)]
     for size, degree in test_deepspeed_autotp.TOPOLOGIES:
-        # What block means depends on the degree.
-        for mode in ("exact", "block") if degree == 2 else ("exact",):
-            label = f"AutoTP {degree} {mode}"
-            if chosen := _chosen(choice, label, size, keys):
-                yield from _tensor_rows_of(label, mode, size, degree, chosen)
+        yield from _tensor_rows_of(choice, "exact", size, degree)
+        if degree == 2:  # what block means depends on the degree
+            yield from _tensor_rows_of(choice, "block", size, degree)
 
 
-def _tensor_rows_of(
-    label: str, mode: str, size: int, degree: int, keys: list[tuple[str, int]]
-) -> Iterator[Row]:
+def _tensor_rows_of(choice: Choice, mode: str, size: int, degree: int) -> Iterator[Row]:
+    label = f"AutoTP {degree} {mode}"
+    keys = choice.keys(label, size, [(stage, acc) for stage in STAGES for acc in (1, 4)])
+    if not keys:
+        return
     copies = size // degree
     # Steps that are large beside the rounding of a weight that is stored in bf16.
     settings = {**NATURAL, "kl_clip": 1.0}
@@ -243,7 +237,7 @@ def _tensor_rows_of(
         return _error(name, weights if view is None else view.pieces(weights), exact, origin)
 
     assert copies * 4 <= autotp_jobs.BATCH
-    yield from _rows(label, size, keys, train, measured)
+    yield from _rows(choice, label, size, keys, train, measured)
 
 
 class Start(nn.Module):
@@ -279,12 +273,14 @@ def sequence_outcomes(
 
 def _sequence_rows(choice: Choice) -> Iterator[Row]:
     for size in (2, 4):
-        keys = [(stage, acc) for stage in STAGES for acc in (1, 8 // size)]
-        if chosen := _chosen(choice, "Ulysses 2", size, keys):
-            yield from _sequence_rows_of(size, chosen)
+        yield from _sequence_rows_of(choice, size)
 
 
-def _sequence_rows_of(size: int, keys: list[tuple[str, int]]) -> Iterator[Row]:
+def _sequence_rows_of(choice: Choice, size: int) -> Iterator[Row]:
+    label = "Ulysses 2"
+    keys = choice.keys(label, size, [(stage, acc) for stage in STAGES for acc in (1, 8 // size)])
+    if not keys:
+        return
     settings = {**NATURAL, **INTERVALS}
 
     def exact(scale: float) -> Weights:
@@ -328,7 +324,7 @@ def _sequence_rows_of(size: int, keys: list[tuple[str, int]]) -> Iterator[Row]:
         scale = 1.0 if keys[index][0].startswith("ZeRO 3") else 2.0
         return _error(name, weights, expected[scale], ulysses_jobs.make_net())
 
-    yield from _rows("Ulysses 2", size, keys, train, measured)
+    yield from _rows(choice, label, size, keys, train, measured)
 
 
 # ------------------------------------------------------------------ experts
@@ -344,17 +340,16 @@ def expert_outcomes(rank: int, size: int, cells: list[moe_jobs.Cell]) -> list[We
 
 def _expert_rows(choice: Choice) -> Iterator[Row]:
     for size in (1, 2, 4):
-        keys = [(stage, moe_jobs.PARTS // size) for stage in STAGES]
         for degree in (1, 2)[:size]:
-            label = f"MoE, ep {degree}"
-            if chosen := _chosen(choice, label, size, keys):
-                yield from _expert_rows_of(label, size, degree, chosen)
+            yield from _expert_rows_of(choice, size, degree)
 
 
-def _expert_rows_of(
-    label: str, size: int, degree: int, keys: list[tuple[str, int]]
-) -> Iterator[Row]:
+def _expert_rows_of(choice: Choice, size: int, degree: int) -> Iterator[Row]:
     """The batch is cut into the same parts everywhere, whose tokens are routed by themselves."""
+    label = f"MoE, ep {degree}"
+    keys = choice.keys(label, size, [(stage, moe_jobs.PARTS // size) for stage in STAGES])
+    if not keys:
+        return
     # Routes are so clear that rounding does not flip them.
     base = moe_jobs.Cell(
         *(2, degree, 0, {**NATURAL, **INTERVALS}),
@@ -398,4 +393,4 @@ def _expert_rows_of(
     def measured(index: int, name: str, weights: Weights) -> float:
         return _error(name, weights, exact, moe_jobs.Whole(base))
 
-    yield from _rows(label, size, keys, train, measured)
+    yield from _rows(choice, label, size, keys, train, measured)
