@@ -178,12 +178,13 @@ def tensor_outcomes(
 
 def _tensor_rows(choice: Choice) -> Iterator[Row]:
     for size, degree in test_deepspeed_autotp.TOPOLOGIES:
-        yield from _tensor_rows_of(choice, "exact", size, degree)
+        yield from tensor_rows(choice, "exact", size, degree)
         if degree == 2:  # what block means depends on the degree
-            yield from _tensor_rows_of(choice, "block", size, degree)
+            yield from tensor_rows(choice, "block", size, degree)
 
 
-def _tensor_rows_of(choice: Choice, mode: str, size: int, degree: int) -> Iterator[Row]:
+def tensor_rows(choice: Choice, mode: str, size: int, degree: int) -> Iterator[Row]:
+    """Rows with layers cut over ``degree`` of ``size`` ranks (1: not cut), in one ``mode``."""
     label = f"AutoTP {degree} {mode}"
     keys = choice.keys(label, size, [(stage, acc) for stage in STAGES for acc in (1, 4)])
     if not keys:

@@ -36,3 +36,19 @@ def test_weights_move_as_the_oracles_do(engines: str, precision: str) -> None:
         assert isinstance(error, float), (row.engine, error)
         print(f"{row.engine}, {row.accumulation} micro-batches, {precision}: {error:.1e}")
         assert error <= PRECISIONS[precision][2], (row.engine, row.accumulation, error)
+
+
+def test_cut_layers_round_as_whole_ones_do() -> None:
+    """AutoTP's error in bf16 is near its limit because weights move by 5 % of their size there.
+
+    They are stored rounded before and after, and that alone is an error of 5.4e-2 (ADR 6). The
+    same model uncut on two data ranks has it too: partial sums of shards add nothing.
+    """
+    errors = []
+    for degree in (1, 2):
+        choice = Choice((f"AutoTP {degree} exact, ZeRO 1$",), (2,), ("bf16",))
+        rows = parallel_rows.tensor_rows(choice, "exact", 2, degree)
+        errors += [error for row in rows if isinstance(error := row.cells["bf16"], float)]
+    print([f"{error:.2e}" for error in errors])
+    assert len(errors) == 4 and max(errors) <= PRECISIONS["bf16"][2]
+    assert max(errors) < 1.02 * min(errors)
