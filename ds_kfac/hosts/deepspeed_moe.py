@@ -27,7 +27,14 @@ from ds_kfac.errors import UnsupportedError
 from ds_kfac.hosts import deepspeed_tensor
 from ds_kfac.hosts.base import Expert, Gradients, Groups
 
-_WITH_TENSOR = "MoE layers with tensor parallelism (set tensor_parallel.autotp_size to 1)"
+_WITH_TENSOR = (
+    "MoE layers with tensor parallelism (an expert would belong to two kinds of groups; set "
+    "tensor_parallel.autotp_size to 1)"
+)
+_WITH_PARAMETERS = (
+    "MoE layers with ZeRO 3 (DeepSpeed cuts no experts of deepspeed.moe; use "
+    "zero_optimization.stage 1 or 2)"
+)
 _ACCUMULATING_WRAPPERS = ("BF16_Optimizer", "FP16_Optimizer", "FP16_UnfusedOptimizer")
 
 
@@ -39,12 +46,16 @@ def check_request(model: nn.Module, config: Mapping[str, Any]) -> None:
         config: The DeepSpeed configuration.
 
     Raises:
-        UnsupportedError: AutoTP would cut a model with experts (E150).
+        UnsupportedError: AutoTP or ZeRO 3 would cut a model with experts (E150).
     """
-    if (config.get("tensor_parallel") or {}).get("autotp_size", 0) <= 1:
+    if not any(_group_name(param) for param in model.parameters()):
         return
-    if any(_group_name(param) for param in model.parameters()):
-        raise UnsupportedError("E150", f"not available with kfac: {_WITH_TENSOR}")
+    problems = []
+    if (config.get("tensor_parallel") or {}).get("autotp_size", 0) > 1:
+        problems.append(_WITH_TENSOR)
+    if (config.get("zero_optimization") or {}).get("stage") == 3:
+        problems.append(_WITH_PARAMETERS)
+    _refuse(problems)
 
 
 def check_experts(engine: Any) -> None:
@@ -59,24 +70,40 @@ def check_experts(engine: Any) -> None:
     if not engine.has_moe_layers:
         return
     problems = []
+    is_pipeline = type(engine).__name__ == "PipelineEngine"
     if any(type(module).__name__ == "AutoEPMoELayer" for module in engine.module.modules()):
-        problems.append("expert_parallel (AutoEP; use deepspeed.moe.layer.MoE)")
-    if type(engine).__name__ == "PipelineEngine":
-        problems.append("MoE layers in a pipeline (use ZeRO 1 or 2 without PipelineModule)")
+        problems.append(
+            "expert_parallel (AutoEP keeps weights in one tensor for all experts; use "
+            "deepspeed.moe.layer.MoE)"
+        )
+    if is_pipeline:
+        problems.append(
+            "MoE layers in a pipeline (a stage's copies hold different experts; use ZeRO 1 or 2 "
+            "without PipelineModule)"
+        )
     if engine.sequence_parallel_size > 1:
-        problems.append("MoE layers with sequence parallelism (keep sequences whole)")
-    if engine.mp_world_size > 1 or deepspeed_tensor.is_cut(engine):
+        problems.append(
+            "MoE layers with sequence parallelism (by what experts' gradients are divided has not "
+            "been verified; keep sequences whole)"
+        )
+    # DeepSpeed counts a pipeline's stages as slices of the model.
+    if deepspeed_tensor.is_cut(engine) or (engine.mp_world_size > 1 and not is_pipeline):
         problems.append(_WITH_TENSOR)
     wrapper = type(engine.optimizer).__name__
     if wrapper in _ACCUMULATING_WRAPPERS:
         problems.append(
-            f"MoE layers with {wrapper} (use fp32, or ZeRO 1 or 2 and gradients accumulated in the "
-            "model's dtype)"
+            f"MoE layers with {wrapper} (its norm over experts has not been verified; use fp32, or "
+            "ZeRO 1 or 2 and gradients accumulated in the model's dtype)"
         )
     if getattr(engine.optimizer, "cpu_offload", False):
         problems.append(
-            "MoE layers with an offloaded optimizer (remove zero_optimization.offload_optimizer)"
+            "MoE layers with an offloaded optimizer (where it keeps experts' norms has not been "
+            "verified; remove zero_optimization.offload_optimizer)"
         )
+    _refuse(problems)
+
+
+def _refuse(problems: list[str]) -> None:
     if problems:
         raise UnsupportedError("E150", "not available with kfac: " + "; ".join(problems))
 

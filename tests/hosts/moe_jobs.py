@@ -352,14 +352,6 @@ def _count_collectives(kfac: Any, calls: list[dict[tuple[int, ...], int]]) -> No
     kfac.before_step = counted
 
 
-def refuse_tensor_parallel(rank: int, ranks: int, cell: Cell) -> str:
-    """The message that experts whose layers AutoTP cuts are refused with."""
-    layers = [{"patterns": [".*up.weight$"], "partition_type": "column"}]
-    tensor = {"autotp_size": ranks, "partition_config": {"layer_specs": layers}}
-    data = {"gradient_accumulation_steps": 1, "train_batch_size": ranks, "tensor_parallel": tensor}
-    return refuse(rank, ranks, [(cell, data)])[0]
-
-
 def refuse(rank: int, ranks: int, cells: list[tuple[Cell, dict[str, Any]]]) -> list[str]:
     """The message each cell is refused with."""
     messages = []

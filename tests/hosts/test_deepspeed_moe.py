@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_kfac.errors import UnsupportedError
-from ds_kfac.hosts import deepspeed_moe
 from tests._harness import world
 from tests.hosts import moe_jobs as jobs
+from tests.hosts import moe_refusal_jobs as refusals
 from tests.hosts.moe_jobs import Cell
 from tests.hosts.test_checkpoint_ranks import assert_same, stored
 from tests.reference.dense_kfac import DenseKFAC
@@ -25,7 +24,6 @@ INTERVALS = {"factor_update_steps": 1, "inv_update_steps": 2, "factor_decay": 0.
 NATURAL = {"direction": "natural", "damping": 0.3, "kl_clip": 0.01, **INTERVALS}
 ORTHOGONAL = {"direction": "orthogonal", "damping": 0.1, "max_factor_dim": 5, **INTERVALS}
 CLIPPING = 0.5
-BF16 = {"enabled": True}
 
 # By number of ranks.
 CELLS = {
@@ -45,10 +43,6 @@ CELLS = {
         Cell(2, 1, 2, NATURAL, own=False, capacity=0.75),
     ],
 }
-
-
-class AutoEPMoELayer(torch.nn.Module):
-    """Has the name of DeepSpeed's layer that replaces a model's own experts."""
 
 
 @functools.cache
@@ -208,49 +202,34 @@ def test_states_do_not_depend_on_where_experts_are(tmp_path: Path) -> None:
         source = target
 
 
-def test_tensor_parallel_experts_are_refused() -> None:
-    """By name: an expert would belong to two kinds of groups."""
-    cell = Cell(2, 1, 0, NATURAL)
-    for message in world(2).run(jobs.refuse_tensor_parallel, cell):
-        assert "E150" in message and "MoE layers with tensor parallelism" in message
-
-
-def test_what_is_not_supported_is_refused() -> None:
-    """With the reason, after the engine is built."""
-    offload = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
-    own = Cell(2, 2, 1, NATURAL)
-    cells = {
-        "offloaded optimizer": (own, {"zero_optimization": offload}),
-        "FP16_UnfusedOptimizer": (own, {"zero_optimization": {"stage": 0}, "bf16": BF16}),
-    }
-    for messages in world(2).run(jobs.refuse, list(cells.values())):
-        for words, message in zip(cells, messages, strict=True):
-            assert "E150" in message and words in message, message
-
-
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("build", "reason", "alternative"),
     [
-        ({"kind": "PipelineEngine"}, r"MoE layers in a pipeline \(use ZeRO 1 or 2"),
-        ({"sequence_parallel_size": 2}, r"with sequence parallelism \(keep sequences whole\)"),
-        ({"mp_world_size": 2}, r"with tensor parallelism \(set .*autotp_size to 1\)"),
-        ({"module": AutoEPMoELayer()}, r"AutoEP; use deepspeed\.moe\.layer\.MoE"),
+        (refusals.pipeline, "a stage's copies hold different experts", "without PipelineModule"),
+        (refusals.sequences, "has not been verified", "keep sequences whole"),
+        (refusals.auto_ep, "in one tensor for all experts", "use deepspeed.moe.layer.MoE"),
+        (refusals.slices, "two kinds of groups", "autotp_size to 1"),
+        (refusals.auto_tp, "two kinds of groups", "autotp_size to 1"),
+        (refusals.parameters, "DeepSpeed cuts no experts", "stage 1 or 2"),
+        (refusals.offload, "has not been verified", "remove zero_optimization.offload_optimizer"),
+        (refusals.unfused, "FP16_UnfusedOptimizer", "use fp32, or ZeRO 1 or 2"),
+        (refusals.fp32_sums, "BF16_Optimizer", "use fp32, or ZeRO 1 or 2"),
     ],
+    ids=lambda value: value.__name__ if callable(value) else "-",
 )
-def test_experts_with_other_parallelism_are_refused(changes: dict[str, Any], words: str) -> None:
-    """Before the first step, each with the alternative."""
-    facts = {
-        "has_moe_layers": True,
-        "module": torch.nn.Linear(1, 1),
-        "sequence_parallel_size": 1,
-        "mp_world_size": 1,
-        "autotp_size": lambda self: 1,
-        "optimizer": None,
-    }
-    kind = changes.get("kind", "DeepSpeedEngine")
-    engine = type(kind, (), {**facts, **changes})()
-    with pytest.raises(UnsupportedError, match=words):
-        deepspeed_moe.check_experts(engine)
+def test_what_experts_do_not_go_with_is_refused(build: Any, reason: str, alternative: str) -> None:
+    """By real engines, alike on all ranks, with one problem each.
+
+    Of a pipeline it was said that it has tensor parallelism too, whose degree DeepSpeed gives as
+    its number of stages.
+    """
+    # DeepSpeed keeps a pipeline's or a caller's groups, and degrees, for the whole process.
+    alike = (refusals.parameters, refusals.offload, refusals.unfused, refusals.fp32_sums)
+    isolated = build not in alike
+    first, second = world(2).run(refusals.refused, build, isolated=isolated)
+    assert first == second
+    assert first.startswith("KFAC-E150") and reason in first and alternative in first, first
+    assert first.count("MoE layers") + first.count("AutoEP") == 1, first
 
 
 def test_ranks_that_hold_different_experts_raise_together() -> None:
