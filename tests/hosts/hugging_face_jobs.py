@@ -155,14 +155,24 @@ def train(
     return result
 
 
-def accelerate_loop(rank: int, size: int) -> dict[str, Any]:
-    """A training loop written with accelerate: client optimizer, accumulation, clipping."""
+def accelerate_loop(
+    rank: int, size: int, settings: dict[str, Any] = SETTINGS, *, save: str = "", load: str = ""
+) -> dict[str, Any]:
+    """A training loop written with accelerate: client optimizer, accumulation, clipping.
+
+    Args:
+        rank: This rank.
+        size: Ranks.
+        settings: Of K-FAC.
+        save: Folder for the state after half of the steps.
+        load: Folder of such a state, to go on from.
+    """
     import accelerate
     from accelerate.state import AcceleratorState, PartialState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(cpu=True)  # Accelerator(cpu=True) would refuse to combine with DeepSpeed
-    config = {**AUTO, "gradient_clipping": 0.5, "kfac": SETTINGS}
+    config = {**AUTO, "gradient_clipping": 0.5, "kfac": settings}
     config["gradient_accumulation_steps"] = ACCUMULATION
     plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config)
     accelerator = accelerate.Accelerator(
@@ -174,17 +184,30 @@ def accelerate_loop(rank: int, size: int) -> dict[str, Any]:
         rows(size * MICRO * ACCUMULATION * STEPS), batch_size=MICRO, shuffle=False
     )
     engine, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    half = len(loader) // 2
+    if load:
+        accelerator.load_state(load)
+        loader = accelerator.skip_first_batches(loader, half)
     seen = []
-    for batch in loader:
+    for index, batch in enumerate(loader):
+        if save and index == half:
+            accelerator.save_state(save)
         with accelerator.accumulate(engine):
             seen.append(batch["input_ids"].clone())
             accelerator.backward(engine(**batch).loss)
             optimizer.step()
             optimizer.zero_grad()
+    state = engine.kfac.state_dict()
     result = {
         "batches": seen,
         "weights": {n: p.detach().clone() for n, p in model.named_parameters()},
         "kfac": dict(vars(engine.kfac.counters)),
+        "state": {
+            f"{name}/{key}": value.clone()
+            for name, layer in state["layers"].items()
+            for key, value in layer.items()
+            if isinstance(value, Tensor)
+        },
         "layers": [(spec.name, spec.kind) for spec in engine.kfac.layers.layers],
     }
     engine.destroy()
@@ -247,6 +270,9 @@ def everything(rank: int, size: int, folder: str, configs: str) -> dict[str, Any
         results[f"resumed {name}"] = train(
             rank, size, "llama", config, out, resume=str(out / f"checkpoint-{STEPS // 2}")
         )
+    folder = str(base / "accelerate")
+    results["whole accelerate"] = accelerate_loop(rank, size, REMEMBERING, save=folder)
+    results["resumed accelerate"] = accelerate_loop(rank, size, REMEMBERING, load=folder)
     for path in sorted(Path(configs).glob("hf_*.json")):
         config = json.loads(path.read_text())
         results[path.stem] = train(rank, size, "gpt2", config, base / path.stem)

@@ -114,6 +114,19 @@ def test_resumed_run_continues_exactly(runs: list[dict[str, Any]], way: str) -> 
         assert torch.equal(resumed["weights"][name], weight), name
 
 
+def test_accelerate_alone_resumes_exactly(runs: list[dict[str, Any]]) -> None:
+    """``save_state`` and ``load_state`` without a Trainer: weights, momenta and K-FAC's state."""
+    for run in runs:
+        whole, resumed = run["whole accelerate"], run["resumed accelerate"]
+        assert len(resumed["batches"]) == len(whole["batches"]) // 2
+        assert resumed["kfac"]["steps"] == whole["kfac"]["steps"] == jobs.STEPS
+        assert resumed["kfac"]["captures"] == whole["kfac"]["captures"]
+        assert resumed["state"].keys() == whole["state"].keys() and whole["state"]
+        for part in ("weights", "state"):
+            for name, value in whole[part].items():
+                assert torch.equal(resumed[part][name], value), name
+
+
 def test_all_ranks_hold_the_same_weights(runs: list[dict[str, Any]]) -> None:
     for name, run in runs[0].items():
         for parameter, weight in run["weights"].items():
