@@ -25,6 +25,7 @@ from ds_kfac.config import KFACConfig
 from ds_kfac.errors import UnsupportedError
 from ds_kfac.hosts.base import Expert, Groups
 from ds_kfac.layers.kinds import kind_of
+from ds_kfac.layers.names import enclosing
 from ds_kfac.layers.shards import Shards, TensorCut, fused_ranges
 
 EXPERTS = "experts"
@@ -135,8 +136,9 @@ def tensor_cut(model: nn.Module, found: Groups, *, blocks: bool, tokens: bool) -
     size, rank = dist.get_world_size(found.tensor), dist.get_rank(found.tensor)
     cut: dict[str, Shards] = {}
     left_out: dict[str, str] = {}
+    inside = experts(model)
     for name, module in model.named_modules():
-        if kind_of(module) is None or getattr(module, "is_expert", False):
+        if kind_of(module) is None or enclosing(name, inside) is not None:
             continue
         shards = _shards(name, module, size)
         if shards is not None:
@@ -148,20 +150,27 @@ def tensor_cut(model: nn.Module, found: Groups, *, blocks: bool, tokens: bool) -
 
 def _shards(name: str, module: Any, size: int) -> Shards | None:
     kind, weight = type(module).__name__, module._parameters.get("weight")
-    if weight is None or kind not in ("ColumnParallelLinear", "RowParallelLinear"):
+    if weight is None:
         return None
-    rows = kind == "ColumnParallelLinear"
-    mine = module.output_size_per_partition if rows else module.input_size_per_partition
-    if mine * size != (module.output_size if rows else module.input_size):
-        return None
+    if kind in ("ColumnParallelLinear", "RowParallelLinear"):
+        rows = kind == "ColumnParallelLinear"
+        mine = module.output_size_per_partition if rows else module.input_size_per_partition
+        if mine * size != (module.output_size if rows else module.input_size):
+            return None
+        whole = bool(module.gather_output if rows else not module.input_is_parallel)
+    else:  # of Transformer Engine, which neither gathers outputs nor cuts inputs
+        if getattr(module, "parallel_mode", None) not in ("column", "row"):
+            return None
+        rows, whole = module.parallel_mode == "column", False
+        mine = weight.shape[0 if rows else 1]
     gated = module.config.gated_linear_unit and name.endswith("linear_fc1")
     parts = 2 if gated and rows else 1
     return Shards(
-        int(module.output_size),
-        int(module.input_size),
+        int(weight.shape[0]) * (size if rows else 1),
+        int(weight.shape[1]) * (1 if rows else size),
         rows,
         fused_ranges([[mine // parts] * size] * parts),
-        whole=module.gather_output if rows else not module.input_is_parallel,
+        whole=whole,
         tokens=bool(module.sequence_parallel),
     )
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import nn
-
 from ds_kfac.config import KFACConfig
 from ds_kfac.errors import UnsupportedError
+from ds_kfac.hosts import megatron_layers
 from ds_kfac.hosts.compatibility import check_base_optimizer
 from ds_kfac.hosts.megatron_gradients import inner_optimizers
-from ds_kfac.hosts.megatron_model import bare
+from ds_kfac.hosts.megatron_model import bare, whole
 
 _OPTIMIZERS = (
     "FP32Optimizer",
@@ -64,7 +63,7 @@ def check(chunks: Sequence[Any], optimizer: Any, config: KFACConfig) -> None:
         *_wrapper_problems(chunks),
         *_optimizer_problems(optimizer),
         *_model_problems(chunks, config),
-        *_layer_problems(chunks),
+        *megatron_layers.problems(whole(chunks), config.skip_layers),
     ]
     if problems:
         listed = "; ".join(dict.fromkeys(problems))
@@ -122,21 +121,6 @@ def _expert_problems(model: Any, tensor: int) -> Iterator[str]:
             "experts with tensor parallelism and expert_model_parallel_size=1 (set it to the "
             "tensor degree or a multiple)"
         )
-
-
-def _layer_problems(chunks: Sequence[Any]) -> Iterator[str]:
-    for chunk in chunks:
-        for module in bare(chunk).modules():
-            yield from _module_problems(module)
-
-
-def _module_problems(module: nn.Module) -> Iterator[str]:
-    kind = type(module).__name__
-    bases = {base.__module__.split(".")[0] for base in type(module).__mro__}
-    if "transformer_engine" in bases and any(p.ndim > 1 for p in module.parameters(recurse=False)):
-        yield f"{kind} of Transformer Engine (use transformer_impl='local')"
-    elif kind in ("GroupedMLP", "TEGroupedMLP"):
-        yield f"{kind} (experts in one matrix; use SequentialMLP: moe_grouped_gemm=False)"
 
 
 def _set_fields(config: Any, fields: dict[str, str]) -> Iterator[str]:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ds_kfac.errors import UnsupportedError
+
 
 class LayerKind(Protocol):
     """What ds_kfac has to know about a module type; stateless."""
@@ -175,6 +177,31 @@ class ParallelLinearKind(LinearKind):
 
 
 @dataclass(frozen=True)
+class TransformerEngineKind(ParallelLinearKind):
+    """megatron-core's wrappers of Transformer Engine's plain linear layer."""
+
+    name: str = "te_linear"
+
+    def keeps_input(self, module: nn.Module) -> bool:
+        """Not known: the library keeps what its backward needs, and clears what it does not."""
+        return False
+
+    def input_rows(self, module: nn.Module, x: Tensor, sharing: str) -> Tensor:
+        """Rows of ``[..., d_in]``.
+
+        Raises:
+            UnsupportedError: The call ran under an fp8 autocast (E150).
+        """
+        if getattr(module, "fp8", False):  # says the library's forward, of this very call
+            raise UnsupportedError(
+                "E150",
+                f"not available with kfac: {type(module).__name__} under an fp8 autocast (it "
+                "multiplies quantised operands, not those that are seen; use bf16)",
+            )
+        return super().input_rows(module, x, sharing)
+
+
+@dataclass(frozen=True)
 class Conv2dKind:
     """``nn.Conv2d`` without groups, any stride, padding (also modes) and dilation."""
 
@@ -239,8 +266,10 @@ class Conv2dKind:
 
 
 _LINEAR, _CONV1D, _CONV2D = LinearKind(), TransposedLinearKind(), Conv2dKind()
-_PARALLEL = ParallelLinearKind()
-KINDS: dict[str, LayerKind] = {kind.name: kind for kind in (_LINEAR, _CONV1D, _CONV2D, _PARALLEL)}
+_PARALLEL, _TE = ParallelLinearKind(), TransformerEngineKind()
+KINDS: dict[str, LayerKind] = {
+    kind.name: kind for kind in (_LINEAR, _CONV1D, _CONV2D, _PARALLEL, _TE)
+}
 
 
 def kind_of(module: nn.Module) -> LayerKind | None:
@@ -251,18 +280,20 @@ def kind_of(module: nn.Module) -> LayerKind | None:
         return _CONV2D
     if _is_hugging_face_conv1d(module):
         return _CONV1D
-    if _is_parallel_linear(module):
-        return _PARALLEL
-    return None
-
-
-def _is_parallel_linear(module: nn.Module) -> bool:
     # By name, so that megatron-core need not be installed; a subclass may compute anything.
     cls = type(module)
-    return cls.__module__ == "megatron.core.tensor_parallel.layers" and cls.__name__ in (
-        "ColumnParallelLinear",
-        "RowParallelLinear",
-    )
+    return _MEGATRON.get(cls.__module__, {}).get(cls.__name__)
+
+
+_MEGATRON: dict[str, dict[str, LayerKind]] = {
+    "megatron.core.tensor_parallel.layers": dict.fromkeys(
+        ("ColumnParallelLinear", "RowParallelLinear"), _PARALLEL
+    ),
+    "megatron.core.extensions.transformer_engine": dict.fromkeys(
+        ("TEColumnParallelLinear", "TERowParallelLinear", "TELinear"), _TE
+    ),
+}
+"""Classes of megatron-core by module."""
 
 
 _FORWARDS = {nn.Linear: ("forward",), nn.Conv2d: ("forward", "_conv_forward")}

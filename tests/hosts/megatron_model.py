@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
 from launch import megatron_cpu
+from tests.hosts import transformer_engine
 
 # Where a gradient is near zero Adam's direction is its sign: rounding errors would be all of it.
 ADAM_EPS, WEIGHT_DECAY = 0.3, 0.01
@@ -55,6 +56,7 @@ class Cell:
         micro: Samples per micro-batch.
         freeze: Parts of names of parameters that are not trained.
         extra: More fields of the model's configuration.
+        wrappers: Linear layers are megatron-core's wrappers of Transformer Engine's.
     """
 
     kfac: dict[str, Any] | None = field(default=None, hash=False)
@@ -81,6 +83,7 @@ class Cell:
     micro: int = 2
     freeze: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
+    wrappers: bool = False
 
 
 @dataclass
@@ -108,6 +111,8 @@ class Training:
 
 def build(cell: Cell) -> Training:
     """Model chunks and optimizer; starts Megatron's process groups."""
+    if cell.wrappers:
+        transformer_engine.install()
     megatron_cpu.install()
     from megatron.core import parallel_state, tensor_parallel
 
@@ -205,11 +210,12 @@ def _chunk(cell: Cell, config: Any, index: int) -> nn.Module:
 
     stage = {"vp_stage": index} if cell.vp else {}
     ends = {"ignore_virtual": not cell.vp, **stage}
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, normalization=config.normalization
+    )
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts, normalization=config.normalization
-        ),
+        transformer_layer_spec=transformer_engine.with_wrappers(spec) if cell.wrappers else spec,
         vocab_size=VOCAB,
         max_sequence_length=SEQUENCE,
         pre_process=parallel_state.is_pipeline_first_stage(**ends),

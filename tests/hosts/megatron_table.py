@@ -18,7 +18,9 @@ def line(name: str, ranks: int, cell: jobs.Cell, pool: World) -> tuple[str, bool
     Returns:
         Its line of the table, and whether it is as close as it has to be.
     """
-    reports = pool.run(jobs.train, cell, timeout=120, compare_collectives=False)
+    reports = pool.run(
+        jobs.train, cell, timeout=120, compare_collectives=False, isolated=cell.wrappers
+    )
     want, report = cells.expected(cell), reports[0]
     gap = jobs.difference(jobs.all_whole(reports), want.weights)
     norms = [norm for norm, ok in zip(report.norms, report.applied, strict=True) if ok]

@@ -25,7 +25,9 @@ Worlds = Callable[[int], World]
 
 def train(worlds: Worlds, ranks: int, of: jobs.Cell) -> list[jobs.Report]:
     # Stages make different calls; everything else is compared between ranks.
-    return worlds(ranks).run(jobs.train, of, compare_collectives=of.pp == 1)
+    return worlds(ranks).run(
+        jobs.train, of, compare_collectives=of.pp == 1, isolated=of.wrappers, timeout=120
+    )
 
 
 def applied_norms(report: jobs.Report) -> list[float | None]:

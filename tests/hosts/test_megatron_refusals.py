@@ -16,6 +16,7 @@ from torch import nn
 from ds_kfac.config import KFACConfig
 from ds_kfac.errors import ConfigError, KFACError, UnsupportedError
 from ds_kfac.hosts import megatron_model, megatron_support
+from ds_kfac.layers.kinds import kind_of
 from tests._harness import World
 from tests.hosts import megatron_jobs as jobs
 from tests.hosts.megatron_cells import NATURAL, cell
@@ -124,20 +125,64 @@ def test_combinations(settings: dict[str, Any], text: str) -> None:
         check(Stage(1, **settings))
 
 
-@pytest.mark.parametrize(
-    ("name", "module", "text"),
-    [
-        ("Linear", "transformer_engine.pytorch", "Linear of Transformer Engine"),
-        ("TEGroupedMLP", "megatron.core.transformer.moe.experts", "TEGroupedMLP"),
-        ("GroupedMLP", "megatron.core.transformer.moe.experts", "GroupedMLP"),
-    ],
-)
-def test_layers(name: str, module: str, text: str) -> None:
+EXTENSIONS = "megatron.core.extensions.transformer_engine"
+EXPERTS = "megatron.core.transformer.moe.experts"
+
+
+def library(name: str) -> type[nn.Module]:
+    """A class with the name of one of Transformer Engine."""
+    return type(name, (nn.Module,), {"__module__": f"transformer_engine.pytorch.module.{name}"})
+
+
+def stage_with(name: str, module: str, base: type[nn.Module] = nn.Module) -> Stage:
+    """A stage with a layer of a class that has this name and these ancestors."""
     stage = Stage(1)
-    layer = type(name, (nn.Module,), {"__module__": module})()
+    layer = type(name, (base,), {"__module__": module})()
     layer.weight = nn.Parameter(torch.zeros(2, 2))
     stage.decoder.extra = layer
-    with pytest.raises(UnsupportedError, match=f"KFAC-E150 .*{text}.*use"):
+    return stage
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "base", "text"),
+    [
+        ("Linear", "transformer_engine.pytorch", "", "known are TEColumnParallelLinear, .*'local'"),
+        ("LayerNormLinear", "transformer_engine.pytorch", "", "norm inside, .*'local'"),
+        ("LayerNormMLP", "transformer_engine.pytorch", "", "norm inside, .*'local'"),
+        ("Mine", "my.model", "LayerNormLinear", "norm inside, .*'local'"),
+        ("TELayerNormColumnParallelLinear", EXTENSIONS, "LayerNormLinear", "norm inside, .*'loc"),
+        ("TEColumnParallelGroupedLinear", EXTENSIONS, "GroupedLinear", "use SequentialMLP"),
+        ("TEFusedMLP", EXTENSIONS, "", "use_transformer_engine_op_fuser=False"),
+        ("TEGroupedMLP", EXPERTS, "", "use SequentialMLP"),
+        ("GroupedMLP", EXPERTS, "", "use SequentialMLP"),
+    ],
+)
+def test_layers_that_would_be_left_out_in_silence(
+    name: str, module: str, base: str, text: str
+) -> None:
+    """Two matrices of every layer of a default Megatron model are in these classes."""
+    stage = stage_with(name, module, library(base) if base else nn.Module)
+    with pytest.raises(UnsupportedError, match=rf"KFAC-E150 .*{name}\W.*{text}.*skip_layers"):
+        check(stage)
+    check(stage, config={"skip_layers": ["decoder.extra"]})
+
+
+@pytest.mark.parametrize("name", ["TEColumnParallelLinear", "TERowParallelLinear", "TELinear"])
+def test_plain_layers_of_transformer_engine(name: str) -> None:
+    """They are preconditioned, unless what they multiply is quantised."""
+    stage = stage_with(name, EXTENSIONS, library("Linear"))
+    check(stage)
+    layer = stage.decoder.extra
+    kind = kind_of(layer)
+    assert kind is not None and kind.name == "te_linear" and kind.dims(layer) == (2, 2)
+    layer.fp8 = False
+    assert kind.input_rows(layer, torch.ones(3, 1, 2), "expand").shape == (3, 2)
+    layer.fp8 = True
+    with pytest.raises(UnsupportedError, match="KFAC-E150 .*under an fp8 autocast.*use bf16"):
+        kind.input_rows(layer, torch.ones(3, 1, 2), "expand")
+    tensor = type("Float8Tensor", (torch.Tensor,), {"__module__": "transformer_engine.pytorch"})
+    layer.weight = nn.Parameter(torch.zeros(2, 2).as_subclass(tensor))
+    with pytest.raises(UnsupportedError, match=rf"E150 .*{name} of .* quantised; set fp8_param"):
         check(stage)
 
 
