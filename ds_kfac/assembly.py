@@ -15,10 +15,11 @@ from ds_kfac.comm.progress import Progress
 from ds_kfac.comm.vote import agree, raise_everywhere, together
 from ds_kfac.config import KFACConfig
 from ds_kfac.errors import DistributedError
+from ds_kfac.layers.describe import whole_sizes
 from ds_kfac.layers.discover import discover, require_coverage
 from ds_kfac.layers.names import enclosing
 from ds_kfac.layers.shards import TensorCut
-from ds_kfac.layers.spec import LayerSpec, LayerTable
+from ds_kfac.layers.spec import LayerSpec, LayerTable, coverage_line
 from ds_kfac.plan.derive import derive
 from ds_kfac.plan.program import Program
 from ds_kfac.plan.tensor import grid_of, joint_layouts
@@ -134,6 +135,7 @@ class Assembly:
     tensor: TensorCut | None = None
     uncounted: frozenset[str] = frozenset()
     token_sides: Mapping[str, str] = field(default_factory=dict)
+    coverage: str = ""
 
 
 def assemble(host: Host, config: KFACConfig, comms: Communicators) -> Assembly:
@@ -181,7 +183,30 @@ def assemble(host: Host, config: KFACConfig, comms: Communicators) -> Assembly:
         tensor=tensor,
         uncounted=uncounted,
         token_sides=_token_sides(layers, tensor),
+        coverage=_coverage(host, comms, layers, experts, tensor),
     )
+
+
+def _coverage(
+    host: Host,
+    comms: Communicators,
+    layers: LayerTable,
+    experts: Mapping[str, Expert],
+    tensor: TensorCut | None,
+) -> str:
+    """What is preconditioned of the whole model. A collective where ranks hold parts of it."""
+    cut = {} if tensor is None else whole_sizes(tensor, host.model)
+    sizes = {
+        _stored_name(spec.name, experts): sum(cut.get(s.name, s.numel) for s in spec.slots)
+        for spec in layers.layers
+    }
+    rest = {_stored_name(item.name, experts): item.numel for item in layers.left_out}
+    if _excluded(host) is None and comms.tensor.size == 1 and not comms.experts:
+        return layers.coverage()
+    parts = comms.model.gather_objects((sizes, rest))
+    inside = {name: numel for part, _ in parts for name, numel in part.items()}
+    outside = {name: numel for _, part in parts for name, numel in part.items()}
+    return coverage_line(list(inside.values()), list(outside.values()))
 
 
 def _token_sides(layers: LayerTable, tensor: TensorCut | None) -> dict[str, str]:
@@ -278,6 +303,7 @@ def _discover(
             excluded={**(excluded or {}), **_uncalled(host)},
             whole=excluded is None,
             tensor=tensor,
+            sizes=_sizes(host),
         ),
     )
     if excluded is not None:
@@ -289,6 +315,12 @@ def _excluded(host: Host) -> Mapping[str, str] | None:
     """What a host of pipeline stages keeps out; None where every rank holds the whole model."""
     excluded: Callable[[], Mapping[str, str]] | None = getattr(host, "excluded", None)
     return None if excluded is None else excluded()
+
+
+def _sizes(host: Host) -> Mapping[str, int]:
+    """Elements that parameters count in the whole model, where a host knows other numbers."""
+    sizes: Callable[[], Mapping[str, int]] | None = getattr(host, "sizes", None)
+    return {} if sizes is None else sizes()
 
 
 def _uncalled(host: Host) -> Mapping[str, str]:

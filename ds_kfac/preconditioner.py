@@ -92,7 +92,7 @@ class KFAC(Stateful):
         if watchdog is not None:
             self._on_detach.append(weakref.finalize(self, watchdog.stop))
         parts = assemble(host, config, comms)
-        self._layers, self._device = parts.layers, parts.device
+        self._layers, self._device, self._coverage = parts.layers, parts.device, parts.coverage
         self._token_sides = parts.token_sides
         self._stored_names, self._tensor_cut = parts.stored_names, parts.tensor
         momentum = resolve_momentum(config, own_optimizer=own_optimizer)
@@ -169,8 +169,8 @@ class KFAC(Stateful):
         return self._pace.settings()
 
     def coverage(self) -> str:
-        """One line: what is preconditioned and what is not."""
-        return self._layers.coverage()
+        """One line: what is preconditioned of the whole model and what is not."""
+        return self._coverage
 
     def metrics(self) -> dict[str, float]:
         """Current counts and values of this rank, as floats (synchronises with the device)."""

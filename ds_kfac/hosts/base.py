@@ -188,6 +188,14 @@ class TensorHost(Host, Protocol):
         """What is cut and how, the same on all tensor ranks; None if nothing is."""
         ...
 
+    def sizes(self) -> Mapping[str, int]:
+        """Elements that parameters count in the whole model, by name; optional.
+
+        Of those that this rank has a shard of outside of :meth:`tensor_cut`, and zero for copies
+        of what another stage counts.
+        """
+        ...
+
 
 class ExpertHost(Host, Protocol):
     """A host with layers that fewer ranks share than the others (mixture of experts).

@@ -114,6 +114,10 @@ class MegatronHost:
         tokens = bool(getattr(self._config, "sequence_parallel", False))
         return megatron_model.tensor_cut(self.model, self.groups, blocks=blocks, tokens=tokens)
 
+    def sizes(self) -> Mapping[str, int]:
+        """Of cut embeddings and output layers, and of tied copies."""
+        return megatron_model.sizes(self.model, self.groups)
+
     def experts(self) -> Mapping[str, Expert]:
         """This rank's experts."""
         return megatron_model.experts(self.model)

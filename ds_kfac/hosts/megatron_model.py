@@ -122,6 +122,22 @@ def experts(model: nn.Module) -> dict[str, Expert]:
     return found
 
 
+def sizes(model: nn.Module, found: Groups) -> dict[str, int]:
+    """Elements that parameters count in the whole model, where not all of them are here.
+
+    The copy of a tied embedding on the last stage counts on the first.
+    """
+    ranks = 1 if found.tensor is None else dist.get_world_size(found.tensor)
+    inside = experts(model)
+    counts = {}
+    for name, param in model.named_parameters():
+        if getattr(param, "shared", False):
+            counts[name] = 0
+        elif getattr(param, "tensor_model_parallel", False) and enclosing(name, inside) is None:
+            counts[name] = param.numel() * ranks
+    return counts
+
+
 def tensor_cut(model: nn.Module, found: Groups, *, blocks: bool, tokens: bool) -> TensorCut | None:
     """What is cut over the tensor group, None without one.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -64,8 +65,17 @@ def describe(
     )
 
 
-def extra_parameters(name: str, module: nn.Module, spec: LayerSpec) -> list[LeftOut]:
-    """What a layer has besides the parameters that are preconditioned."""
+def extra_parameters(
+    name: str, module: nn.Module, spec: LayerSpec, sizes: Mapping[str, int]
+) -> list[LeftOut]:
+    """What a layer has besides the parameters that are preconditioned.
+
+    Args:
+        name: Qualified module name.
+        module: The module.
+        spec: Its specification.
+        sizes: Elements of parameters in the whole model, where they are not those of this rank.
+    """
     prefix = f"{name}." if name else ""
     inside = {slot.name for slot in spec.slots}
     reasons = {"bias": "is whole on every tensor rank, of which each has a shard of the weight"}
@@ -74,7 +84,7 @@ def extra_parameters(name: str, module: nn.Module, spec: LayerSpec) -> list[Left
             prefix + key,
             "Parameter",
             reasons.get(key, "is neither weight nor bias of its layer"),
-            numel_of(param),
+            sizes.get(prefix + key, numel_of(param)),
         )
         for key, param in module.named_parameters(recurse=False)
         if param.requires_grad and prefix + key not in inside
@@ -100,6 +110,18 @@ def numel_of(param: nn.Parameter) -> int:
     for dim in shape_of(param):
         count *= dim
     return count
+
+
+def whole_sizes(tensor: TensorCut | None, model: nn.Module) -> dict[str, int]:
+    """Elements that the parameters of cut modules have over all tensor ranks, by name."""
+    sizes = {}
+    for name, shards in ({} if tensor is None else tensor.modules).items():
+        module = model.get_submodule(name)
+        if module._parameters.get("weight") is not None:
+            sizes[f"{name}.weight"] = shards.d_out * shards.d_in
+        if module._parameters.get("bias") is not None:
+            sizes[f"{name}.bias"] = shards.d_out
+    return sizes
 
 
 def _has_bias(module: nn.Module, shards: Shards | None, tensor: TensorCut | None) -> bool:

@@ -10,7 +10,14 @@ from torch.nn.parameter import is_lazy
 
 from ds_kfac.config import OUTPUT_HEADS, KFACConfig
 from ds_kfac.errors import CoverageError, nearest
-from ds_kfac.layers.describe import describe, extra_parameters, matches, numel_of, shape_of
+from ds_kfac.layers.describe import (
+    describe,
+    extra_parameters,
+    matches,
+    numel_of,
+    shape_of,
+    whole_sizes,
+)
 from ds_kfac.layers.kinds import KINDS, LayerKind, kind_of, overridden
 from ds_kfac.layers.names import enclosing
 from ds_kfac.layers.shards import TensorCut
@@ -25,6 +32,7 @@ def discover(
     excluded: Mapping[str, str] | None = None,
     whole: bool = True,
     tensor: TensorCut | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> LayerTable:
     """Build the table of layers.
 
@@ -37,6 +45,7 @@ def discover(
         whole: False for one stage of a pipeline: what it lacks another stage may have, and the
             caller asks :func:`require_coverage` about all of them.
         tensor: Modules that are cut over a tensor group.
+        sizes: Elements of parameters in the whole model that only the host knows, by name.
 
     Returns:
         The table, layers in the order of ``model.named_modules()``.
@@ -48,13 +57,12 @@ def discover(
     """
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     inside_attention = _attention_projections(model)
+    sizes = {**whole_sizes(tensor, model), **(sizes or {})}
     kept_out = {**(excluded or {}), **(tensor.left_out if tensor else {})}
     layers: list[LayerSpec] = []
-    left_out: list[LeftOut] = []
-    unsupported: list[tuple[str, str]] = []
+    left_out, unsupported = list[LeftOut](), list[tuple[str, str]]()
     counted: set[int] = set()  # tied parameters are one parameter
     for name, module in model.named_modules():
-        own = [param for param in module.parameters(recurse=False) if param.requires_grad]
         if not list(module.parameters(recurse=False)):
             continue
         _require_shapes(name, module)
@@ -66,17 +74,28 @@ def discover(
             spec = describe(name, module, kind, config, tensor)
             if optimized is None or all(slot.name in optimized for slot in spec.slots):
                 layers.append(spec)
-                left_out += extra_parameters(name, module, spec)
+                left_out += extra_parameters(name, module, spec, sizes)
                 continue
             reason = "not among the optimizer's parameters"
-        numel = sum(numel_of(param) for param in own if id(param) not in counted)
-        counted.update(id(param) for param in own)
+        numel = _counted_once(name, module, sizes, counted)
         left_out.append(LeftOut(name, type(module).__name__, reason or "", numel))
-        if _is_missed(name, module, kind, config, own):
+        if _is_missed(name, module, kind, config):
             unsupported.append((name, type(module).__name__))
     table = LayerTable(tuple(layers), tuple(left_out), _unmatched(model, config))
     _check(table, unsupported if config.strict_layers else [], whole=whole)
     return table
+
+
+def _counted_once(name: str, module: nn.Module, sizes: Mapping[str, int], counted: set[int]) -> int:
+    """Elements of a module's trained parameters that were not counted before; marks them."""
+    new = {key: param for key, param in _trained(module).items() if id(param) not in counted}
+    counted.update(id(param) for param in new.values())
+    return sum(sizes.get(f"{name}.{key}", numel_of(param)) for key, param in new.items())
+
+
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    own = module.named_parameters(recurse=False)
+    return {key: param for key, param in own if param.requires_grad}
 
 
 def _kind(name: str, module: nn.Module, tensor: TensorCut | None) -> LayerKind | None:
@@ -89,12 +108,15 @@ def _is_missed(
     module: nn.Module,
     kind: LayerKind | None,
     config: KFACConfig,
-    trained: Sequence[nn.Parameter],
 ) -> bool:
     """Whether a module has matrices that nobody asked to leave out."""
     skipped = any(matches(name, module, pattern) for pattern in config.skip_layers)
     refused = kind is None or bool(kind.refusal(module) or _own_forward(name, module, config))
-    return refused and not skipped and any(len(shape_of(param)) >= 2 for param in trained)
+    return (
+        refused
+        and not skipped
+        and any(len(shape_of(param)) >= 2 for param in _trained(module).values())
+    )
 
 
 def _check(table: LayerTable, unsupported: list[tuple[str, str]], *, whole: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_kfac.layers.blocks import Block
@@ -128,11 +129,21 @@ class LayerTable:
 
     def coverage(self) -> str:
         """One line: what is preconditioned and what is not."""
-        inside = sum(spec.numel for spec in self.layers)
-        outside = sum(item.numel for item in self.left_out)
-        share = 100.0 * inside / max(1, inside + outside)
-        return (
-            f"K-FAC preconditions {len(self.layers)} layers with {inside:,} of "
-            f"{inside + outside:,} trainable parameters ({share:.1f} %); "
-            f"{len(self.left_out)} modules stay with the base optimizer"
+        return coverage_line(
+            [spec.numel for spec in self.layers], [item.numel for item in self.left_out]
         )
+
+
+def coverage_line(inside: Sequence[int], outside: Sequence[int]) -> str:
+    """What is preconditioned and what is not.
+
+    Args:
+        inside: Elements of every preconditioned layer.
+        outside: Elements of every module that is left out.
+    """
+    share = 100.0 * sum(inside) / max(1, sum(inside) + sum(outside))
+    return (
+        f"K-FAC preconditions {len(inside)} layers with {sum(inside):,} of "
+        f"{sum(inside) + sum(outside):,} trainable parameters ({share:.1f} %); "
+        f"{len(outside)} modules stay with the base optimizer"
+    )

@@ -41,7 +41,10 @@ def test_weights_are_those_of_one_process(name: str, megatron_world: Worlds) -> 
     reports, want = train(megatron_world, ranks, of), cells.expected(of)
     assert jobs.difference(jobs.all_whole(reports), want.weights) <= cells.tolerance(of)
     fp32 = of.dtype == "fp32"
+    trained = sum(v.numel() for k, v in want.weights.items() if not any(f in k for f in of.freeze))
     for report in reports:
+        # Whatever part of the model a rank has, cut embeddings and tied copies count once.
+        assert f" of {trained:,} trainable parameters" in report.coverage
         # What was clipped is the raw gradient, by the same factor everywhere.
         assert applied_norms(report) == pytest.approx(want.norms, rel=1e-5 if fp32 else 2e-2)
         assert applied_norms(report) == pytest.approx(applied_norms(reports[0]), rel=1e-12)

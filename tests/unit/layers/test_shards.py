@@ -129,3 +129,24 @@ def test_a_module_that_works_on_parts_of_the_activations_is_left_out() -> None:
     found = discover(model, KFACConfig(), tensor=cut)
     assert [spec.name for spec in found.layers] == ["1"]
     assert found.left_out[0].reason == "is whole, but works on other activations"
+
+
+def test_coverage_counts_what_all_tensor_ranks_hold() -> None:
+    """Under two tensor ranks a cut embedding counted with the shard of one: 30,592 of 34,688."""
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(16, 4), "up": nn.Linear(4, 3), "down": nn.Linear(3, 4)}
+    )
+    cut = {
+        "up": Shards(6, 4, True, (((0, 3),), ((3, 6),))),
+        "down": Shards(4, 6, False, (((0, 3),), ((3, 6),))),
+    }
+    whole = 32 * 4 + (6 * 4 + 6) + (4 * 6 + 4)
+    for blocks in (False, True):
+        for skipped in ([], ["up"], ["down"]):
+            config = KFACConfig.parse({"skip_layers": skipped})
+            found = discover(
+                model, config, tensor=TensorCut(cut, 0, blocks), sizes={"embed.weight": 32 * 4}
+            )
+            outside = sum(item.numel for item in found.left_out)
+            inside = {"up": 6 * 4 + 6, "down": 4 * 6 + (0 if blocks else 4)}
+            assert outside == whole - sum(inside[spec.name] for spec in found.layers)
