@@ -33,7 +33,11 @@ _MODEL_FIELDS = {
     "heterogeneous_block_specs": "layers are no transformer layers",
     "is_hybrid_model": "state-space layers have not been tried; use transformer layers",
     "mtp_num_layers": "multi-token prediction has not been tried; switch it off",
-    "multi_latent_attention": "its shared projections have not been tried; use other attention",
+    "multi_latent_attention": (
+        "megatron-core runs it on Transformer Engine's attention, with norms inside of its up "
+        "projections, and its local layers do not sum the gradients of the rotary rows of "
+        "linear_kv_down_proj over tensor ranks; use attention with query groups"
+    ),
 }
 _OPTIMIZER_FIELDS = {
     "use_precision_aware_optimizer": "gradients are not where others are; switch it off",
@@ -112,8 +116,13 @@ def _model_problems(chunks: Sequence[Any], config: KFACConfig) -> Iterator[str]:
 
 
 def _expert_problems(model: Any, tensor: int) -> Iterator[str]:
-    if (getattr(model, "expert_tensor_parallel_size", None) or tensor) > 1:
-        yield "expert_tensor_parallel_size > 1 (cut experts over expert ranks instead: set it to 1)"
+    expert_tensor = getattr(model, "expert_tensor_parallel_size", None) or tensor
+    if expert_tensor > 1:
+        yield (
+            f"expert_tensor_parallel_size={expert_tensor} with tensor_model_parallel_size={tensor} "
+            "(features of experts would have to be exchanged in groups of their own; cut experts "
+            "over expert ranks instead: set it to 1)"
+        )
     if getattr(model, "add_bias_linear", False):
         yield "experts with biases (they are multiplied by probabilities; add_bias_linear=False)"
     if tensor > 1 and getattr(model, "expert_model_parallel_size", 1) == 1:

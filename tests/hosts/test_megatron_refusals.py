@@ -106,8 +106,15 @@ def test_fields_of_the_wrapper(field: str) -> None:
     [
         ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local'"),
         ({"gtp_remat": True}, "generalized tensor parallelism"),
-        ({"num_moe_experts": 4, "expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size"),
-        ({"num_moe_experts": 4, "tensor_model_parallel_size": 2}, "expert_tensor_parallel_size"),
+        (
+            {"num_moe_experts": 4, "expert_tensor_parallel_size": 2},
+            "expert_tensor_parallel_size=2 with tensor_model_parallel_size=1 .*set it to 1",
+        ),
+        (
+            {"num_moe_experts": 4, "tensor_model_parallel_size": 2},
+            "expert_tensor_parallel_size=2 with tensor_model_parallel_size=2 .*set it to 1",
+        ),
+        ({"multi_latent_attention": True}, "linear_kv_down_proj .*use attention with query groups"),
         ({"num_moe_experts": 4, "add_bias_linear": True}, "experts with biases"),
         (
             {
@@ -120,7 +127,7 @@ def test_fields_of_the_wrapper(field: str) -> None:
         ),
     ],
 )
-def test_combinations(settings: dict[str, Any], text: str) -> None:
+def test_what_has_an_alternative_names_it(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(UnsupportedError, match=f"KFAC-E150 .*{text}"):
         check(Stage(1, **settings))
 
