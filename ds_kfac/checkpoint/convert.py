@@ -77,20 +77,18 @@ def convert(
                     "in eigenbases, which other shards do not have: start K-FAC anew "
                     "(kfac.resume: 'fresh')",
                 )
-    if manifest.tensor is None and ranks > 1:
-        raise StateError(
-            "E303",
-            "this state was saved without tensor parallelism, and does not say how layers are "
-            "cut: start K-FAC anew (kfac.resume: 'fresh')",
-        )
+    _refuse_unknown(manifest, ranks)
     cuts = {} if manifest.tensor is None else manifest.tensor.cuts
     old = {name: _shards(item) for name, item in cuts.items()}
     new = {name: _recut(name, shards, ranks) for name, shards in old.items()}
     result: dict[str, tuple[Whole, tuple[int, int]]] = {}
+    biases: list[str] = []
     for name, whole in _whole_layers(manifest, layers, old):
         if ranks == 1:
             result[name] = whole, _dims(whole)
             continue
+        if name in new and not new[name].rows and _dims(whole)[1] > new[name].cut_size:
+            biases.append(name)
         for rank in range(ranks):
             part = whole if name not in new else _take(whole, new[name], rank)
             result[f"{name}@tensor{rank}"] = part, _dims(part)
@@ -98,7 +96,38 @@ def convert(
         # How layers were cut is kept: the result may be cut again.
         known = manifest.tensor
         return known and known.model_copy(update={"mode": "exact"}), result
-    return StoredTensor(mode="block", ranks=ranks, cuts=_stored(new)), result
+    known_biases = [] if manifest.tensor is None else manifest.tensor.biases
+    return (
+        StoredTensor(
+            mode="block", ranks=ranks, cuts=_stored(new), biases=sorted({*biases, *known_biases})
+        ),
+        result,
+    )
+
+
+def _refuse_unknown(manifest: Manifest, ranks: int) -> None:
+    """Layouts that need what a state does not have."""
+    anew = "start K-FAC anew (kfac.resume: 'fresh')"
+    if manifest.tensor is None and ranks > 1:
+        raise StateError(
+            "E303",
+            "this state was saved without tensor parallelism, and does not say how layers are "
+            f"cut: {anew}",
+        )
+    biases = [] if manifest.tensor is None else manifest.tensor.biases
+    if biases and ranks == 1:
+        raise StateError(
+            "E303",
+            f"whole layers have their biases, which tensor_parallel 'block' leaves to the base "
+            f"optimizer where inputs are cut: this state has no statistics of those of "
+            f"{', '.join(biases[:5])} ({len(biases)} layers): {anew}",
+        )
+    experts = [layer.name for layer in manifest.layers if ".local_experts." in layer.name]
+    if experts and ranks > 1:
+        raise StateError(
+            "E303",
+            f"the state does not say on which tensor rank an expert is ({experts[0]}): {anew}",
+        )
 
 
 def write(
@@ -118,8 +147,6 @@ def write(
     Raises:
         StateError: There is a checkpoint already (E307).
     """
-    if (folder / FILE).exists():
-        raise StateError("E307", f"{folder} holds a K-FAC state already: give another folder")
     largest = int(manifest.config["max_factor_dim"])
     tensors: dict[str, Tensor] = {}
     stored = []
@@ -140,12 +167,42 @@ def write(
                 name=name, d_out=d_out, columns=columns, a_blocks=a_blocks, g_blocks=g_blocks
             )
         )
+    _write(folder, manifest.model_copy(update={"layers": stored, "tensor": tensor}), tensors)
+
+
+def rewrite(folder: Path, manifest: Manifest, layers: Mapping[str, Entries]) -> None:
+    """Write layers as they are as a checkpoint of one file: owners are no part of a state.
+
+    Args:
+        folder: Must not hold a checkpoint.
+        manifest: Of the original.
+        layers: Entries of all layers, by stored name; bases too.
+
+    Raises:
+        StateError: There is a checkpoint already (E307).
+    """
+    tensors = {
+        f"{name}/{key}": torch.as_tensor(value).clone()
+        for name, entries in layers.items()
+        for key, value in entries.items()
+    }
+    stored = [layer.model_copy(update={"file": 0}) for layer in manifest.layers]
+    _write(folder, manifest.model_copy(update={"layers": stored}), tensors)
+
+
+def _write(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """Write a checkpoint of one file.
+
+    Raises:
+        StateError: There is a checkpoint already (E307).
+    """
+    if (folder / FILE).exists():
+        raise StateError("E307", f"{folder} holds a K-FAC state already: give another folder")
     path = folder / f"step{manifest.step}-{manifest.save_id}-rank00000.safetensors"
     disk.make_folder(folder)
-    size, sha256 = disk.write_tensors(path, tensors)
+    size, sha256 = disk.write_tensors(path, dict(tensors))
     file = StoredFile(name=path.name, bytes=size, sha256=sha256)
-    update = {"files": [file], "layers": stored, "tensor": tensor}
-    disk.write_atomically(folder / FILE, manifest.model_copy(update=update).dump())
+    disk.write_atomically(folder / FILE, manifest.model_copy(update={"files": [file]}).dump())
 
 
 def _whole_layers(

@@ -84,15 +84,22 @@ class StoredTensor(_Strict):
         mode: ``exact``: layers are whole ones; ``block``: each rank's shards are layers.
         ranks: Tensor ranks.
         cuts: Layers that were cut, by name.
+        biases: Layers whose bias is whole on every tensor rank, and not part of the state.
     """
 
     mode: Literal["exact", "block"]
     ranks: Annotated[int, Field(ge=1)]
     cuts: dict[str, StoredCut]
+    biases: list[str] = []
 
     @classmethod
-    def of(cls, cut: TensorCut | None) -> StoredTensor | None:
-        """Describe what is cut; None where nothing is."""
+    def of(cls, cut: TensorCut | None, left_out: Iterable[str] = ()) -> StoredTensor | None:
+        """Describe what is cut; None where nothing is.
+
+        Args:
+            cut: The cut of a model, or of one stage of it.
+            left_out: Names of what stays with the base optimizer.
+        """
         if cut is None or not cut.modules:
             return None
         cuts = {
@@ -100,7 +107,27 @@ class StoredTensor(_Strict):
             for name, shards in cut.modules.items()
         }
         ranks = next(iter(cut.modules.values())).size
-        return cls(mode="block" if cut.blocks else "exact", ranks=ranks, cuts=cuts)
+        biases = sorted(f"{name}.bias" for name in cut.modules)
+        return cls(
+            mode="block" if cut.blocks else "exact",
+            ranks=ranks,
+            cuts=cuts,
+            biases=[name.removesuffix(".bias") for name in set(left_out).intersection(biases)],
+        )
+
+    @classmethod
+    def joined(cls, parts: Iterable[StoredTensor | None]) -> StoredTensor | None:
+        """The layout of a model from those of its stages, of which each knows its own layers."""
+        known = [part for part in parts if part is not None]
+        if not known:
+            return None
+        cuts = {name: cut for part in known for name, cut in part.cuts.items()}
+        biases = sorted({name for part in known for name in part.biases})
+        return known[0].model_copy(update={"cuts": cuts, "biases": biases})
+
+    def fits(self, other: StoredTensor) -> bool:
+        """Whether layers are cut alike."""
+        return (self.mode, self.ranks, self.cuts) == (other.mode, other.ranks, other.cuts)
 
     def __str__(self) -> str:
         """Mode and degree."""
@@ -184,15 +211,14 @@ class Manifest(_Strict):
         """
         saved = self.tensor if self.tensor and self.tensor.mode == "block" else None
         now = here if here and here.mode == "block" else None
-        if saved == now:
+        if saved is now or (saved is not None and now is not None and saved.fits(now)):
             return None
-        words = "whole layers" if saved is None else str(saved)
-        wanted = "whole layers" if now is None else str(now)
-        degree = "" if now is None else f" --tensor-ranks {now.ranks}"
-        return (
-            f"the K-FAC state is that of {words}, this run has {wanted}: convert it with "
-            f"'ds-kfac convert CHECKPOINT NEW{degree}', or start K-FAC anew (kfac.resume: 'fresh')"
-        )
+        words, wanted = _in_words(saved, self.tensor), _in_words(now, here)
+        cure = "start K-FAC anew (kfac.resume: 'fresh')"
+        if self.tensor is not None:  # else it does not say how layers are cut
+            degree = "" if now is None else f" --tensor-ranks {now.ranks}"
+            cure = f"convert it with 'ds-kfac convert CHECKPOINT NEW{degree}', or {cure}"
+        return f"the K-FAC state is that of {words}, this run has {wanted}: {cure}"
 
     def misfits(self, model: Mapping[str, StoredLayer]) -> list[str]:
         """What keeps this state from being that of a model, in words.
@@ -208,6 +234,13 @@ class Manifest(_Strict):
             elif (difference := layer.difference(model[name])) is not None:
                 problems.append(f"layer {name}: {difference}")
         return problems
+
+
+def _in_words(blocks: StoredTensor | None, layout: StoredTensor | None) -> str:
+    if blocks is not None:
+        return str(blocks)
+    ranks = 1 if layout is None else layout.ranks
+    return f"whole layers ({ranks} tensor rank{'s' * (ranks > 1)})"
 
 
 def parse(data: bytes, where: str) -> Manifest:

@@ -185,7 +185,7 @@ class Stateful:
                 "data_size": self._work.size,
                 "settings": signature(self.config),
                 "config": self.config.model_dump(mode="json"),
-                "tensor": StoredTensor.of(self._tensor_cut),
+                "tensor": self._stored_tensor(),
                 "decisions": [decision.saved() for decision in self._pace.decisions],
             },
         )
@@ -242,7 +242,7 @@ class Stateful:
             manifest: Of the saved state; the same on all ranks.
             read: Returns the entries of the layers with these stored names, on this rank.
         """
-        misfit = manifest.tensor_misfit(StoredTensor.of(self._tensor_cut))
+        misfit = manifest.tensor_misfit(self._stored_tensor())
         if misfit is not None:
             raise StateError("E303", misfit)
         specs = [self._stored(spec) for spec in self._layers.layers]
@@ -258,6 +258,11 @@ class Stateful:
             )
         )
         return dataclasses.replace(staged, manifest=manifest)
+
+    def _stored_tensor(self) -> StoredTensor | None:
+        """The layout of the whole model, of which a stage knows its own layers. A collective."""
+        mine = StoredTensor.of(self._tensor_cut, [item.name for item in self._layers.left_out])
+        return StoredTensor.joined(self._model.gather_objects(mine))
 
     def _stored(self, spec: LayerSpec) -> LayerSpec:
         """A layer as it is named in files, where layers of all ranks meet."""

@@ -2,7 +2,9 @@
 
 In ``torch_dist`` checkpoints every entry of a layer's state is a sharded tensor of its own, which
 the layer's owner writes; whoever owns the layer after a resume reads it, on any number of
-data-parallel ranks. A manifest, the same as beside ``safetensors``, says what there is to read.
+data-parallel ranks and pipeline stages, and with whole layers on any number of tensor ranks. A
+manifest, the same as beside ``safetensors``, says what there is to read. A state that
+``ds-kfac convert`` has put into the checkpoint's folder goes before the one in its files.
 
 Facts about megatron-core that this file relies on, each covered by a test:
 
@@ -18,27 +20,23 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ds_kfac.checkpoint import writer
-from ds_kfac.checkpoint.manifest import Manifest, StoredFile, parse
+from ds_kfac.checkpoint.manifest import FILE, Manifest, StoredFile, parse
 from ds_kfac.comm.communicator import Communicator
 from ds_kfac.comm.ledger import Ledger
+from ds_kfac.comm.vote import together
 from ds_kfac.errors import StateError
+from ds_kfac.hosts.megatron_files import KEY, MANIFEST, NUMBER, plain
 from ds_kfac.preconditioner import KFAC
 
-KEY = "ds_kfac"
-"""Entry of the optimizer's state, and first part of all names in a checkpoint."""
-
-_MANIFEST = f"{KEY}/manifest"
-_NUMBER = ":0d"
-"""Ends the name of an entry without dimensions, which is saved with one."""
-
 _MARK = "_ds_kfac_resolves"
+_DEGREES = "degrees"
 
 
 class Request:
@@ -54,6 +52,17 @@ class Request:
 
 class _Absent:
     """What a request becomes where the checkpoint has no K-FAC state."""
+
+
+class _Converted:
+    """What a request becomes where the checkpoint's folder has a converted state.
+
+    Args:
+        folder: Folder of the state.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
 
 def install(kfac: KFAC, optimizer: Any, wrap: Callable[..., None]) -> None:
@@ -92,7 +101,7 @@ class _Carrier:
     def state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """For the format ``torch``, which data-parallel rank 0 writes alone."""
         state = original(*args, **kwargs)
-        state[KEY] = self._kfac.state_dict()
+        state[KEY] = {**self._kfac.state_dict(), _DEGREES: _degrees()}
         return state
 
     def load_state_dict(self, original: Callable[..., Any], state: Any) -> Any:
@@ -110,18 +119,53 @@ class _Carrier:
         kfac = self._kfac
         if mine is None or isinstance(mine, _Absent) or kfac.config.resume == "fresh":
             staged = kfac.stage(None)
-            result = original(state)
-            kfac.adopt(staged)
+        elif isinstance(mine, _Converted):
+            staged = kfac.stage(mine.folder)
         elif "manifest" in mine:
             manifest = parse(bytes(mine["manifest"].cpu().numpy()), "K-FAC's state")
-            layers = mine["layers"]
-            staged = kfac.stage_from(manifest, lambda names: {n: _plain(layers[n]) for n in names})
-            result = original(state)
-            kfac.adopt(staged)
+            layers = mine.get("layers", {})  # Megatron drops what is empty
+            staged = kfac.stage_from(
+                manifest, lambda names: {name: plain(layers.get(name, {})) for name in names}
+            )
         else:
+            together(Communicator(dist.group.WORLD, Ledger()), lambda: _check_degrees(mine))
             result = original(state)
             kfac.load_state_dict(mine)
+            return result
+        result = original(state)
+        kfac.adopt(staged)
         return result
+
+
+def _degrees() -> dict[str, int]:
+    """What a state without names of the whole model depends on."""
+    from megatron.core import parallel_state
+
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+    }
+
+
+def _check_degrees(state: Mapping[str, Any]) -> None:
+    """Files of the format ``torch`` are those of model-parallel ranks.
+
+    Raises:
+        StateError: There were others (E303).
+    """
+    saved, now = state.get(_DEGREES), _degrees()
+    if saved is not None and saved != now:
+        listed = [
+            f"{saved[name]} {name}-parallel ranks, this run has {ranks}"
+            for name, ranks in now.items()
+            if saved[name] != ranks
+        ]
+        raise StateError(
+            "E303",
+            f"the K-FAC state is that of {'; '.join(listed)}: files of the format 'torch' fit no "
+            "other number. Save with --ckpt-format torch_dist to change it, or start K-FAC anew "
+            "(kfac.resume: 'fresh')",
+        )
 
 
 def _sharded(kfac: KFAC) -> dict[str, Any]:
@@ -141,23 +185,13 @@ def _sharded(kfac: KFAC) -> dict[str, Any]:
         for layer, entries in contents.layers.items()
     }
     return {
-        "manifest": ShardedTensor.from_rank_offsets(
-            _MANIFEST, manifest, replica_id=dist.get_rank()
-        ),
+        "manifest": ShardedTensor.from_rank_offsets(MANIFEST, manifest, replica_id=dist.get_rank()),
         "layers": layers,
     }
 
 
 def _name(key: str, value: Any) -> str:
-    return key + _NUMBER if torch.as_tensor(value).ndim == 0 else key
-
-
-def _plain(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Entries under the names and with the shapes that they had in the state."""
-    return {
-        name.removesuffix(_NUMBER): value.reshape(()) if name.endswith(_NUMBER) else value
-        for name, value in entries.items()
-    }
+    return key + NUMBER if torch.as_tensor(value).ndim == 0 else key
 
 
 def _manifest(contents: writer.Contents) -> Manifest:
@@ -205,8 +239,11 @@ def _answer(request: Any, checkpoint: Any) -> Any:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
 
+    converted = Path(checkpoint) / "kfac"
+    if (converted / FILE).exists():
+        return LocalNonpersistentObject(_Converted(converted))
     known = dist_checkpointing.load_tensors_metadata(str(checkpoint))
-    if _MANIFEST not in known:
+    if MANIFEST not in known:
         return LocalNonpersistentObject(_Absent())
 
     def wanted(key: str, replica: int = 0) -> Any:
@@ -220,4 +257,4 @@ def _answer(request: Any, checkpoint: Any) -> Any:
         layer, _, entry = layer.rpartition("/")
         if owner == KEY and layer in layers:
             layers[layer][entry] = wanted(key)
-    return {"manifest": wanted(_MANIFEST, dist.get_rank()), "layers": layers}
+    return {"manifest": wanted(MANIFEST, dist.get_rank()), "layers": layers}

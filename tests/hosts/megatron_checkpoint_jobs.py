@@ -52,6 +52,17 @@ def refusal(rank: int, size: int, cell: Cell, folder: str) -> str:
     return "nothing"
 
 
+def degrees(rank: int, size: int, cell: Cell, folder: str) -> str:
+    """What the optimizer says to the file of a rank of another layout."""
+    training, _ = jobs.start(cell)
+    state = torch.load(Path(folder) / f"rank{rank}.pt", weights_only=False)
+    try:
+        training.optimizer.load_state_dict(state["optimizer"])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def _train(training: models.Training, first: int) -> None:
     for step in range(first, first + STEPS):
         models.train_step(training, step)

@@ -111,13 +111,14 @@ def test_converted_states_train_on(
     [
         (
             (1, "exact", "two"),
-            r"is that of tensor_parallel 'block' on 2 tensor ranks, this run has whole layers: .*"
+            r"is that of tensor_parallel 'block' on 2 tensor ranks, this run has whole layers "
+            r"\(1 tensor rank\): .*"
             r"'ds-kfac convert CHECKPOINT NEW'",
         ),
         (
             (2, "block", "whole"),
-            r"is that of whole layers, this run has tensor_parallel 'block' on 2 tensor ranks: .*"
-            r"--tensor-ranks 2'",
+            r"is that of whole layers \(2 tensor ranks\), this run has "
+            r"tensor_parallel 'block' on 2 tensor ranks: .*--tensor-ranks 2'",
         ),
         ((2, "block", "four"), r"'block' on 4 tensor ranks, this run has .* on 2 tensor ranks"),
     ],
