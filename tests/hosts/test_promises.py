@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests._harness import world
+from tests.hosts import counts_table
 from tests.hosts import promise_jobs as promises
 from tests.hosts import topology_jobs as jobs
 from tests.hosts.topology_jobs import Cell
@@ -33,6 +34,20 @@ def test_work_is_done_once_per_optimizer_step(stage: str) -> None:
     for metrics in world(2).run(promises.accumulation_counts, stage):
         assert metrics["preconditions"] == metrics["captures"] == metrics["refreshes"] == 2
         assert metrics["steps"] == 2
+
+
+def test_work_is_done_once_under_zero() -> None:
+    """Captures, refreshes, directions, and what is sent; offloaded and in bf16."""
+    names = ["ZeRO 3", "ZeRO 2, offload", "ZeRO 3, offload", "ZeRO 1, bf16, fp32 sums"]
+    for row in counts_table.zero_rows(names):
+        assert row.passed, row
+
+
+@pytest.mark.parametrize("label", counts_table.PARALLEL)
+def test_work_is_done_once_in_every_engine(label: str) -> None:
+    """As under ZeRO alone; experts are one group of ranks more."""
+    row = counts_table.parallel_row(label, counts_table.PARALLEL[label][1][1])
+    assert row.passed and max(row.calls) >= 1, row
 
 
 @pytest.mark.parametrize("strategy", ["zero_aligned", "memory"])
