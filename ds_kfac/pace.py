@@ -15,6 +15,7 @@ from ds_kfac import schedules
 from ds_kfac.config import KFACConfig
 from ds_kfac.errors import StateError
 from ds_kfac.plan.budget import Choice, Costs
+from ds_kfac.state import MAX_COUNT
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Decision:
         """
         like = cls(1, Choice(1, 1, 1), Costs(1, 0, 0, 0, 0)).saved()
         fits = isinstance(saved, Mapping) and saved.keys() == like.keys()
-        if fits and all(type(n) is int and n >= 0 for n in saved.values()):
+        if fits and all(type(n) is int and 0 <= n <= MAX_COUNT for n in saved.values()):
             positive = [saved[name] for name in ("step", *asdict(Choice(1, 1, 1)), "cost_stride")]
             if min(positive) > 0 and saved["inverse"] % saved["factor"] == 0:
                 costs = {n[5:]: value for n, value in saved.items() if n.startswith("cost_")}

@@ -16,9 +16,11 @@ from torch import Tensor
 from ds_kfac.config import KFACConfig
 from ds_kfac.errors import StateError
 from ds_kfac.layers.spec import LayerSpec
+from ds_kfac.math.average import WeightedAverage
 from ds_kfac.math.packing import packed_numel
 from ds_kfac.state import (
     IN_EIGENBASIS,
+    MAX_COUNT,
     MOMENTS,
     SCALARS,
     UPCOMING,
@@ -29,6 +31,7 @@ from ds_kfac.state import (
 
 KNOWN_MOMENTS = ("momentum", "rotated_momentum", "second", "adam_m", "adam_v")
 _EIGEN, _CHOLESKY = {"mean", "vectors", "values"}, {"mean", "inverse"}
+COUNTS = ("fallbacks", "folded_at", "refreshed_at", "failures", UPCOMING)
 _BASES = ("basis", "next")  # those in use, and those that are to follow
 _LISTED = 20
 _FIX = "resume with the settings it was saved with, or start K-FAC anew (kfac.resume: 'fresh')"
@@ -105,17 +108,37 @@ def lacks_bases(state: LayerState) -> bool:
     )
 
 
-def check_layers(specs: Sequence[LayerSpec], saved: Any, needs: Needs) -> None:
+@dataclass(frozen=True)
+class Past:
+    """How far a saved run had come: nothing in its layers can be of a later step.
+
+    Attributes:
+        step: Applied steps.
+        begun: Steps that a layer may have counted, skipped ones included.
+    """
+
+    step: int
+    begun: int
+
+    def highest(self, name: str) -> int:
+        """Largest value of an entry that counts."""
+        if name in ("folded_at", "refreshed_at", UPCOMING):
+            return self.step
+        return self.begun if name in ("updates", "fallbacks") else MAX_COUNT
+
+
+def check_layers(specs: Sequence[LayerSpec], saved: Any, needs: Needs, past: Past) -> None:
     """Check that saved states fit these layers, before any of them is used.
 
     Args:
         specs: The layers this rank owns.
         saved: What ``state_dict()["layers"]`` held.
         needs: What the configured direction takes.
+        past: How far the run had come.
 
     Raises:
         StateError: Missing or foreign layers or entries, tensors of another size or dtype,
-            numbers that are not finite, or moments of another direction (E302).
+            numbers that are not finite or of later steps, or moments of another direction (E302).
     """
     if not isinstance(saved, Mapping):
         raise StateError("E302", f"saved K-FAC state has no layers but {type(saved).__name__}")
@@ -123,7 +146,8 @@ def check_layers(specs: Sequence[LayerSpec], saved: Any, needs: Needs) -> None:
     for spec in specs:
         found = saved.get(spec.name)
         if isinstance(found, Mapping):
-            problems += [f"layer {spec.name}: {text}" for text in _misfits(spec, found, needs)]
+            misfits = _misfits(spec, found, needs, past)
+            problems += [f"layer {spec.name}: {text}" for text in misfits]
         else:
             problems.append(f"layer {spec.name}: missing")
     names = {spec.name for spec in specs}
@@ -145,7 +169,7 @@ def refuse(problems: Sequence[str]) -> None:
     raise StateError("E302", f"saved K-FAC state does not fit: {listed}")
 
 
-def _misfits(spec: LayerSpec, saved: Mapping[str, Any], needs: Needs) -> list[str]:
+def _misfits(spec: LayerSpec, saved: Mapping[str, Any], needs: Needs, past: Past) -> list[str]:
     required, optional = _shapes(spec)
     missing = [f"{key} is missing" for key in required if key not in saved]
     problems = []
@@ -155,19 +179,36 @@ def _misfits(spec: LayerSpec, saved: Mapping[str, Any], needs: Needs) -> list[st
         else:
             expected = required.get(key, optional.get(key, ()))
             problems += _misfit(key, value, expected, needs.dtype)
+            problems += _misplaced(key, value, past)
     # Only where every entry is as expected can more be asked about them.
-    return missing + problems or [*_basis_misfits(spec, saved), *_moment_misfits(saved, needs)]
+    return missing + problems or [
+        *_average_misfits(spec, saved),
+        *_basis_misfits(spec, saved),
+        *_moment_misfits(saved, needs),
+    ]
+
+
+def _misplaced(key: str, value: Any, past: Past) -> Iterator[str]:
+    """An average that is decayed by the steps since a later one grows without bound."""
+    name = key.rpartition(".")[2]
+    scalar = value.ndim == 0 if isinstance(value, Tensor) else type(value) is int
+    if not scalar or not (name in COUNTS or key == "updates"):
+        return
+    highest = past.highest(name)
+    if value > highest:
+        number = value.item() if isinstance(value, Tensor) else value
+        yield f"{key} is {number!r:.30}, above {highest}: the state is of step {past.step}"
 
 
 def _misfit(key: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
     found = tuple(getattr(value, "shape", ()))
     name = key.rpartition(".")[2]
-    whole = name in ("fallbacks", "folded_at", "refreshed_at", "failures", UPCOMING)
+    whole = name in COUNTS
     if found != shape:
         yield f"{key} is {found}, expected {shape}"
         return
     if whole and type(value) is int:
-        value = torch.tensor(value)
+        value = torch.tensor(max(-MAX_COUNT, min(value, MAX_COUNT)))
     expected = torch.int64 if whole else torch.float64 if name in ("updates", "weight") else dtype
     if not isinstance(value, Tensor):
         yield f"{key} is {value!r:.50}, expected a tensor"
@@ -200,6 +241,14 @@ def _blocks(spec: LayerSpec) -> Iterator[tuple[str, int]]:
     for name, blocks in (("a", spec.a_blocks), ("g", spec.g_blocks)):
         for index, block in enumerate(blocks):
             yield f"{name}.{index}.", block.size
+
+
+def _average_misfits(spec: LayerSpec, saved: Mapping[str, Any]) -> Iterator[str]:
+    for prefix, _ in _blocks(spec):
+        weight = torch.as_tensor(saved[prefix + "weight"])
+        mean = WeightedAverage(saved[prefix + "total"], weight).value()
+        if not bool(torch.isfinite(mean).all()):
+            yield f"{prefix}total over {prefix}weight is not finite"
 
 
 def _basis_misfits(spec: LayerSpec, saved: Mapping[str, Any]) -> Iterator[str]:

@@ -268,6 +268,8 @@ def _basis(
     return BlockBasis(**{n: own(saved[prefix + n]) for n in names}) if names else None
 
 
+MAX_COUNT = 2**53
+"""Counts beyond it are none: in fp64, one more would be the same number."""
 SCALARS = ("updates", "fallbacks", "folded_at", "refreshed_at")
 MOMENTS = "moments."
 UPCOMING = "next_step"

@@ -22,7 +22,7 @@ from ds_kfac.errors import StateError
 from ds_kfac.pace import Decision, Pace
 from ds_kfac.pace import restored as restored_decisions
 from ds_kfac.partition import Partition
-from ds_kfac.restore import check_layers, signature
+from ds_kfac.restore import Past, check_layers, signature
 from ds_kfac.state import LayerState
 from ds_kfac.telemetry.metrics import Counters
 
@@ -52,17 +52,16 @@ class _Parts:
         """From what :meth:`Stateful.state_dict` returned.
 
         Raises:
-            StateError: It has another version, or none (E308).
+            StateError: It has another version, or none (E308), or a part of another type (E302).
         """
         version = state.get("version") if isinstance(state, Mapping) else type(state).__name__
         if version != STATE_VERSION:
             raise StateError("E308", f"K-FAC state of version {version!r}, expected 1")
-        return cls(
-            state.get("counters"),
-            state.get("layers"),
-            state.get("settings"),
-            state.get("decisions", ()),
-        )
+        settings, decisions = state.get("settings"), state.get("decisions", ())
+        if not isinstance(settings, Mapping | None) or not isinstance(decisions, list | tuple):
+            found = f"settings {settings!r:.100} and decisions {decisions!r:.100}"
+            raise StateError("E302", f"saved K-FAC state has wrong {found}")
+        return cls(state.get("counters"), state.get("layers"), settings, decisions)
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,11 @@ class Stateful:
                 (E302, E308); nothing is changed on any rank then.
             DistributedError: Ranks bring states of different steps (E203).
         """
-        self._adopt(self._stage(lambda: _Parts.of(state)))
+        self._adopt(self.stage_state(state))
+
+    def stage_state(self, state: Any) -> Staged:
+        """First half of :meth:`load_state_dict`, which changes nothing. A collective."""
+        return self._stage(lambda: _Parts.of(state))
 
     def save(
         self,
@@ -305,7 +308,8 @@ class Stateful:
             nonlocal recomputed
             saved = parts()
             counters = Counters.restored(saved.counters)
-            check_layers(self._owned(), saved.layers, self._partitions[0].owner.needs)
+            past = Past(counters.steps, counters.begun)
+            check_layers(self._owned(), saved.layers, self._partitions[0].owner.needs, past)
             states = []
             for partition in self._partitions:
                 layers, count = partition.owner.restored(

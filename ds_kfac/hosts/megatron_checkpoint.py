@@ -129,9 +129,7 @@ class _Carrier:
             )
         else:
             together(Communicator(dist.group.WORLD, Ledger()), lambda: _check_degrees(mine))
-            result = original(state)
-            kfac.load_state_dict(mine)
-            return result
+            staged = kfac.stage_state(mine)
         result = original(state)
         kfac.adopt(staged)
         return result

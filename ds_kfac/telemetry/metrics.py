@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ds_kfac.errors import StateError
-from ds_kfac.state import LayerState
+from ds_kfac.state import MAX_COUNT, LayerState
 
 
 @dataclass
@@ -37,12 +37,25 @@ class Counters:
         """Counts from a saved mapping.
 
         Raises:
-            StateError: They are not exactly these counts, as whole numbers >= 0 (E302).
+            StateError: They are not exactly these counts, as whole numbers from 0 to
+                ``MAX_COUNT``, or more was done than in the steps that are counted (E302).
         """
         fits = isinstance(saved, Mapping) and saved.keys() == vars(cls()).keys()
-        if not fits or any(type(count) is not int or count < 0 for count in saved.values()):
+        if not fits or not all(type(n) is int and 0 <= n <= MAX_COUNT for n in saved.values()):
             raise StateError("E302", f"saved K-FAC state has wrong counters: {saved!r:.300}")
-        return cls(**saved)
+        counters = cls(**saved)
+        once = (counters.captures, counters.refreshes, counters.preconditions)
+        if max(once) > counters.begun:
+            raise StateError(
+                "E302",
+                f"saved K-FAC state has wrong counters, more than one per step: {saved!r:.300}",
+            )
+        return counters
+
+    @property
+    def begun(self) -> int:
+        """Steps that may have counted anything: a host can skip one that K-FAC found healthy."""
+        return self.steps + self.skipped
 
 
 def collect(

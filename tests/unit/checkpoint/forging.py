@@ -216,6 +216,22 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
         edit(lambda content: content["counters"][0].update(bogus=1)),
         "E302 .*wrong counters",
     ),
+    "a counter beyond exact numbers": (
+        edit(lambda content: content["counters"][0].update(skipped=2**53 + 1)),
+        "E302 .*wrong counters",
+    ),
+    "counters of a future": (
+        edit(lambda content: content["counters"][0].update(captures=2**40)),
+        "E302 .*more than one per step",
+    ),
+    "a state of the past": (
+        edit(lambda c: (c.update(step=1), c["counters"][0].update(c["counters"][0], steps=1))),
+        "E302 .*wrong counters",
+    ),
+    "a layer of a future": (
+        tensors(lambda t: t["0/folded_at"].fill_(10**6)),
+        "E302 .*layer 0: folded_at is 1000000, above 3: the state is of step 3",
+    ),
     "counters of another step": (
         edit(lambda content: content["counters"][0].update(steps=9)),
         "E306 .*not those of step 3",

@@ -109,15 +109,58 @@ def test_moments_without_use_are_dropped() -> None:
         ("a.0.basis.values", -torch.ones(5), "a.0.basis.values is below 0"),
         ("a.0.basis.inverse", torch.eye(5), "a.0.basis has only inverse, mean, values, vectors"),
         ("moments.bogus", torch.zeros(6, 5), "moments.bogus is unknown"),
+        ("folded_at", torch.tensor(3), "folded_at is 3, above 2: the state is of step 2"),
+        ("folded_at", torch.tensor(2**62), "folded_at is 4611686018427387904, above 2"),
+        ("refreshed_at", 3, "refreshed_at is 3, above 2"),
+        ("refreshed_at", 2**70, "refreshed_at is 1180591620717411303424, above 2"),
+        ("refreshed_at", -(2**70), "refreshed_at is below -1"),
+        ("next_step", 3, "next_step is 3, above 2"),
+        ("updates", torch.tensor(3.0, dtype=torch.float64), "updates is 3.0, above 2"),
+        ("updates", torch.tensor(1e300, dtype=torch.float64), r"updates is 1e\+300, above 2"),
+        ("fallbacks", torch.tensor(3), "fallbacks is 3, above 2"),
+        ("g.0.failures", 2**53 + 1, "g.0.failures is 9007199254740993, above 9007199254740992"),
+        ("a.0.weight", torch.tensor(5e-324, dtype=torch.float64), "total over a.0.weight is not"),
     ],
 )
 def test_values_that_no_run_can_have_are_refused(key: str, value: Any, text: str) -> None:
-    """A factor with NaN stayed NaN for ever; a float64 one was rounded without a word."""
+    """A factor with NaN stayed NaN for ever; a float64 one was rounded without a word.
+
+    One that was folded in the future was multiplied by ``0.95 ** -1000000``: infinite, and the
+    step after the load gave every rank bases of it.
+    """
     state = state_after(2, EVERY_STEP)
     state["layers"]["0"][key] = value
     run = make(EVERY_STEP)
     before = run.fingerprint()
     with pytest.raises(StateError, match=f"E302 .*({text})"):
+        run.kfac.load_state_dict(state)
+    assert_identical(run.fingerprint(), before)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"counters": {"steps": 2**53 + 1}},
+        {"counters": {"skipped": 2**60}},
+        {"counters": {"decompositions": -1}},
+        {"counters": {"captures": 3}},
+        {"counters": {"refreshes": 2**40}},
+        {"counters": {"preconditions": 3}},
+        {"counters": {"steps": 1}},  # the layers have seen two
+        {"counters": {"steps": 2.0}},
+        {"settings": 3},
+        {"decisions": None},
+        {"decisions": [{"step": 2**60}]},
+    ],
+)
+def test_counts_of_a_future_are_refused(part: dict[str, Any]) -> None:
+    """Beyond 2**53 one more step is the same number in fp64, and schedules stand still."""
+    state = state_after(2, EVERY_STEP)
+    for key, value in part.items():
+        state[key] = {**state[key], **value} if isinstance(value, dict) else value
+    run = make(EVERY_STEP)
+    before = run.fingerprint()
+    with pytest.raises(StateError, match="E302"):
         run.kfac.load_state_dict(state)
     assert_identical(run.fingerprint(), before)
 
